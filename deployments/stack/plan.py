@@ -54,7 +54,7 @@ DEPLOYMENTS = "deployments"
 UPKEEP = "upkeep"
 #: Name of the `muster up` stack's worker for the work pool of pipelines.
 PIPELINES = "pipelines"
-#: Name of the `muster up` stack's worker for the work pool of runs.
+#: Name of the worker that `muster up` starts for the work pool of runs.
 WORKER = "worker"
 
 #: Names of the reserved ports of the Ray head. Each key is the option of `ray start --head` for the
@@ -102,7 +102,7 @@ _SERVER_GRACE_S = 5.0
 class Blueprint:
     """The data that a supervisor needs to start a new `muster up` stack."""
 
-    #: First content of the `muster up` stack's file `stack.json`.
+    #: Initial content of the file `stack.json`, which describes the `muster up` stack.
     stack: Stack
     #: Programs of the `muster up` stack, called its parts, in the order of their start.
     plan: AttemptPlan
@@ -185,8 +185,8 @@ def build_blueprint(
             _plan_worker(place, stack, ports.numbers[f"{WORKER}.health"]),
         ),
     )
-    # Restart each Ray node together with the Ray head, because a node cannot join the cluster of a
-    # restarted head.
+    # If the Ray head is restarted, restart all Ray nodes, too. A node that is still running cannot
+    # join the new cluster of the restarted head.
     needs = dict.fromkeys(node_names, RAY)
     return Blueprint(stack=stack, plan=plan, ports=ports, needs=needs)
 

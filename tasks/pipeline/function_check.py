@@ -78,9 +78,9 @@ def _check_stage(stage: Stage, index: int, root: Path) -> Iterator[Fault]:
 def _check_directory(stage: Stage, index: int, directory: Path) -> Iterator[Fault]:
     """Look up the function of a step in the pipeline's working directory, and yield the faults.
 
-    If the function has faults and the directory is not the root of a project, only one fault is
-    yielded: the project of the function is unknown. For example, Prefect may have created the
-    directory for this process.
+    Sometimes the directory is not the root of a project, for example if Prefect has created the
+    directory for this process. All faults of the function are then replaced by a single fault: the
+    project of the function is unknown.
     """
     faults = [*_check_stage(stage, index, directory)]
     if not faults or is_project_root(directory):

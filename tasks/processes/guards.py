@@ -293,8 +293,8 @@ class Guards:
         ]
         unused = [self._current[name] for name in self._prepared]
         for process in remaining:
-            # A guardian process without a command expects the command as its first message. So send
-            # it no request to kill. `dismiss` is enough to end such a guardian process.
+            # The guardian processes in `unused` accept only a command as their first message. So do
+            # not send the request to kill to them. `dismiss` is enough to end them.
             if process not in unused:
                 process.kill()
             process.dismiss()

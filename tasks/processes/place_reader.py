@@ -154,8 +154,9 @@ class PlaceReader:
             within_s: Time limit in seconds.
 
         Raises:
-            PlaceTimeout: The function has not returned in time, or the reader's thread is blocked
-                in an overdue call. Other errors of the function are raised, too.
+            PlaceTimeout: The function has not returned in time, or the thread of this object is
+                blocked in a call that exceeds its time limit. Other errors of the function are
+                raised, too.
         """
         if result.done():
             return result.result()

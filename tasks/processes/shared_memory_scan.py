@@ -26,9 +26,9 @@ _SCAN_EVERY_S = 1.0
 #: only the time of the last change, so it is much cheaper than a scan. In addition, the kernel
 #: usually reports a new file at once, so that even the files of a short-lived process are found.
 _CHECK_EVERY_S = 0.1
-#: Seconds after the discovery of a new file in /dev/shm during which each scan checks whether a
-#: process of the run uses the file. One check is not enough: a process may close the file and map
-#: the file a moment later.
+#: Seconds during which the scans check whether a process of the run uses a new file in /dev/shm.
+#: The time begins when a scan finds the file. One check is not enough: a process may close the file
+#: and map the file a moment later.
 _MAPPED_WITHIN_S = 0.25
 #: Largest share of one CPU core for scans of /dev/shm. If there are many files, the scans become
 #: less frequent.
@@ -128,7 +128,7 @@ class SharedMemoryScan:
             )
 
     def _run(self) -> None:
-        """Scan the directory every second, when it has changed, and after a call of `hurry`."""
+        """Scan the directory every second, and also after a change and after a call of `hurry`."""
         pause_s = _CHECK_EVERY_S
         scanned_at = time.monotonic()
         is_closing = False

@@ -58,9 +58,9 @@ class ListenerCheck:
     """Checks that a connection was accepted by a server process of a trusted user.
 
     Create the object before the client connects, and call `require_trusted` afterwards. The check
-    succeeds only if the same socket listens on the address before and after the connection. Then
-    this socket has accepted the connection: while it listens, the kernel lets no other user listen
-    on the address.
+    succeeds only if the same socket listens on the address before and after the connection. While
+    a socket listens, the kernel lets no other user listen on the same address. So no other user can
+    have accepted the connection.
     """
 
     def __init__(self) -> None:
@@ -183,7 +183,7 @@ def _require_trusted_users(where: str, listeners: Iterable[ListeningSocket]) -> 
 
 
 def _format_unknown_user(where: str, why: str) -> str:
-    """Return the error message for a server whose user could not be determined."""
+    """Return the error message for a server if it is unknown which user runs the server."""
     return f"the user of the server at {where} is unknown ({why}). No data was sent. Try again"
 
 
@@ -238,8 +238,8 @@ def check_listeners(client: httpx.Client | httpx.AsyncClient) -> None:
 class _Backend(httpcore.NetworkBackend):
     """Network backend that sends nothing to servers of untrusted users on this machine.
 
-    Another backend opens each connection. Before any data is sent, this backend checks that the
-    server belongs to a trusted user.
+    The backend `inner` opens the connections. Before any data is sent, this class checks that the
+    server of the connection belongs to a trusted user.
     """
 
     def __init__(self, inner: httpcore.NetworkBackend) -> None:

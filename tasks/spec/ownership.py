@@ -111,8 +111,8 @@ def _is_private_group(path: Path, status: os.stat_result) -> bool:
         return False
     if set(group.gr_mem) - {owner.pw_name}:
         return False
-    # The path may have an access control list, which may give other users the right to write. So
-    # the group counts as private only if there is no such list.
+    # An access control list can give other users the right to write. So return True only if the
+    # path has no access control list.
     try:
         os.getxattr(path, _ACL, follow_symlinks=False)
     except OSError as error:
