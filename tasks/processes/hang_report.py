@@ -102,8 +102,8 @@ def _read_text(path: Path, otherwise: str = "") -> str:
 #: Largest number of processes that are examined with py-spy. One py-spy process is started for each
 #: of them, all at the same time.
 _ASKED_AT_MOST = 32
-#: Largest number of ranks that are named as the place where a component hangs. If more ranks are
-#: equally probable causes, only the first is named.
+#: Largest number of ranks that are named as probable causes of a hang. If more ranks are equally
+#: probable, only the first rank is named.
 _SUSPECTS_AT_MOST = 3
 #: If the path of a source file contains one of these texts, the file is library code and not the
 #: program's own code.
@@ -128,8 +128,9 @@ _WAITS_FOR_CHILDREN = re.compile(
     r"\([^()]*(?:\btorch/multiprocessing/spawn|\bmultiprocessing/(?:popen_\w+|process|pool)"
     r"|\bconcurrent/futures/\w+|\bsubprocess)\.py:"
 )
-#: Pattern of the stack frame of a function with which `multiprocessing` starts a process by
-#: `python -c`. This code is not the program's own code.
+#: Pattern of the stack frame of a function such as `spawn_main`. `multiprocessing` starts a child
+#: process with `python -c CODE`, and CODE calls such a function. CODE does not count as the
+#: program's own code.
 _STARTS_PROCESS = re.compile(
     r"\([^()]*\bmultiprocessing/(?:spawn|resource_tracker|forkserver)\.py:"
 )
@@ -245,10 +246,11 @@ def compose_report(
             frame_counts[process["frame"]],
         )
 
-    # Put the probable cause of the hang first. Most ranks wait at the same place for the rank that
-    # hangs. So ranks that do not wait for other ranks come first, and then processes at a place
-    # where only few processes are. A process that waits for the ends of its child processes, such
-    # as the parent in `torch.multiprocessing.spawn`, comes after these child processes.
+    # Put the probable cause of the hang first. Most ranks wait at the same place in the code for
+    # the rank that hangs. So ranks that do not wait for other ranks come first. Among several such
+    # ranks, the rank at the place that the fewest processes share comes first. A process that waits
+    # for the ends of its child processes, such as the parent in `torch.multiprocessing.spawn`,
+    # comes after these child processes.
     processes.sort(key=sort_key)
     places = [
         (f"rank {process['rank']}, " if process["rank"] else "")
@@ -526,7 +528,8 @@ def abort_python(processes: Iterable[ProcessId], within_s: float) -> None:
             _, hard = resource.prlimit(process.pid, resource.RLIMIT_CORE)
             resource.prlimit(process.pid, resource.RLIMIT_CORE, (1, hard))
         _send_signal(process, signal.SIGABRT)
-        # After SIGCONT, the stopped process handles SIGABRT before it does anything else.
+        # The process is stopped, so it has not handled SIGABRT yet. After SIGCONT, the process
+        # handles SIGABRT before it does anything else.
         _send_signal(process, signal.SIGCONT)
         process.is_gone_within(max(0.0, deadline - time.monotonic()))
 
@@ -620,7 +623,7 @@ class Diagnosis:
 
     @asynccontextmanager
     async def collecting_output(self) -> AsyncIterator[None]:
-        """Collect the last output of the component while the caller stops it in this context.
+        """Collect the last output of the component. The caller stops the component in this context.
 
         Processes that catch SIGABRT write their call stacks into the log. At the end, the new part
         of the log is added to the report.
@@ -652,8 +655,8 @@ class Diagnosis:
 
         On SIGABRT, Python's faulthandler writes the call stacks of its process into the log.
         """
-        # Signal the component's first process last. When the first process has ended, the guardian
-        # process stops all others.
+        # Signal the component's first process last. If the first process ended earlier, the
+        # guardian process would end the other processes before they write their call stacks.
         unheard = [
             pid for pid in reversed(self.process.processes()) if self._dies_without_output(pid)
         ]
@@ -688,7 +691,10 @@ class Diagnosis:
         await call_with_time_limit(before_kill_s, abort, None, _EXAMINATION)
 
     def _copy_log(self) -> None:
-        """Add the output since the start of the examination to the report."""
+        """Copy the new part of the component's log into the report.
+
+        The new part is the output since the call of `examine`.
+        """
         with self.log.source.open("rb") as f:
             # If the log is now shorter than at the start of the examination, log rotation has
             # truncated it. All of its content is then new.
@@ -723,7 +729,8 @@ async def call_with_time_limit(
     """Call a function in a daemon thread, and wait for its result at most `limit_s` seconds.
 
     Use it for functions that may block forever. After the time limit, the thread is abandoned. If
-    no thread can be started, one of the loop's own threads calls the function.
+    no thread can be started, a thread of the asyncio event loop's default executor calls the
+    function. The time limit is the same.
 
     Args:
         limit_s: Time limit in seconds.

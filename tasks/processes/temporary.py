@@ -65,8 +65,8 @@ def _remove_own(folder: Path, owner_pid: int) -> None:
 def _remove_abandoned(host_folder: Path) -> None:
     """Remove the temporary folders whose lock no living process holds."""
     for folder in host_folder.iterdir():
-        # Keep `folder` after an OSError. The error means that a living process holds the lock of
-        # `folder`, or that `folder` is the lock file of `host_folder`.
+        # Do not remove `folder` if an OSError occurs. The error means that a living process holds
+        # the lock of `folder`, or that `folder` is no folder but the lock file in `host_folder`.
         with suppress(OSError):
             fd = _open_and_lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)

@@ -49,8 +49,8 @@ class WarnedProcesses(TypedDict):
 
     #: Text that identifies the machine, see `tree.machine`.
     machine: str
-    #: Pid and start time of each process that got the warning signal from this call of
-    #: `warn_carriers`.
+    #: Pid and start time of each process that got the signal. Processes in the argument `skip` of
+    #: `warn_carriers` are not included.
     processes: list[list[int]]
 
 
@@ -60,7 +60,7 @@ def send_warning(
     *,
     skip: Collection[ProcessKey] = (),
 ) -> list[ProcessKey]:
-    """Send a signal to those processes of process trees that handle the signal.
+    """Search process trees for processes that handle a signal, and send them the signal.
 
     If a process handles the signal, its descendants get no signal, even if they inherited the
     signal handler.
