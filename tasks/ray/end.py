@@ -134,8 +134,8 @@ def job_exit(
             empty string.
 
     Returns:
-        An exit with an exit code or a signal if Ray knows it. Otherwise, an exit with a note that
-        contains Ray's reason.
+        An exit with the exit code or the signal, if Ray knows how the program ended. Otherwise, an
+        exit with a note about the reason.
     """
     code = job.driver_exit_code
     if code is None and job.status == "SUCCEEDED":
@@ -340,7 +340,8 @@ class TakeDown:
             gcs_address = await self.ask(self.dashboard.gcs_address)
             left: list[str] = []
             # If the state is None, the cluster was restarted and no longer knows the job. The
-            # restart has ended the job's actors, so only other processes of the job may still run.
+            # restart has ended the job's actors, so `_free` is not necessary. Other processes of
+            # the job may still run, so `_sweep_nodes` is always necessary.
             if state is not None:
                 if not state.is_final:
                     place = f"node {state.driver_ip or 'unknown'}"

@@ -51,7 +51,8 @@ class Evidence:
     misses: int = 0
     #: Number of failed requests among the consecutive failures.
     requests: int = 0
-    #: Number of probes among the consecutive failures that got a status other than 200.
+    #: Number of failed probes that got an answer, such as a status other than 200. Only probes
+    #: among the consecutive failures are counted.
     refusals: int = 0
     #: Description of the last failure, or an empty string if there is none. A `NoReply` if the
     #: server did not answer at all.
@@ -194,7 +195,7 @@ class Health:
         await ended(tasks)
 
     def resume(self) -> None:
-        """Restart periodic probes after `rest`, and forget all earlier failures of the servers.
+        """Restart the periodic probes that `rest` has stopped, and forget all earlier failures.
 
         The first probe of each server comes after one probe interval.
         """
@@ -223,7 +224,8 @@ class Health:
             rank: Rank of the server.
             epoch: Epoch of the server at the time of the request. The epoch counts the starts of
                 the server's group.
-            why: Description of the failure. A 4xx response is never a failure of the server.
+            why: Description of the failure. The caller must not report a 4xx response, because it
+                is not a failure of the server.
         """
         watch = self._watch_of(rank, epoch)
         threshold = self._rules.misses
@@ -294,9 +296,10 @@ class Health:
             watch.task = asyncio.create_task(self._probe_periodically(watch, first_s), name=name)
 
     def _stop_probes(self, watch: _Watch) -> None:
-        # If the task that probes the server calls this method, do not cancel the task. An
-        # `asyncio.timeout` in the task could swallow the cancellation, and the task ends by itself
-        # when the server is no longer checked.
+        # The task that probes the server may itself call this method. Do not cancel the task in
+        # that case, because an `asyncio.timeout` in the task could swallow the cancellation. The
+        # cancellation is not necessary: the task ends by itself when the server is no longer
+        # checked.
         if watch.task is not None and watch.task is not asyncio.current_task():
             watch.task.cancel()
         watch.task = None
@@ -334,8 +337,8 @@ class Health:
             late_s = 0.0
             if await self._wait_for_probe(watch, due_s):
                 # A slow earlier probe may have delayed this probe. If probes or requests have
-                # already failed, subtract the delay from the timeout of this probe. Otherwise, a
-                # failed server would be found too late.
+                # already failed, measure the delay (`late_s`). The call of `_probe_once` below
+                # subtracts the delay from the timeout, so that a failed server is found in time.
                 if watch.evidence.misses:
                     late_s = max(0.0, now_s() - due_s)
                 due_s = max(due_s, now_s() - late_s) + spread_s
@@ -383,10 +386,10 @@ class Health:
             answer = self._fleet.prober.ask(watch.slot.url or "", self._question, timeout_s)
             probe = asyncio.ensure_future(answer)
             if is_decisive or watch.evidence.misses + 1 >= self._rules.misses:
-                # If this probe fails, the server may count as failed. So let the server's own
-                # machine send a probe, too, which shows whether only the network is faulty. Start
-                # this second probe after half of the timeout, so that both probes end within one
-                # timeout.
+                # A failure of this probe can be enough to mark the server as failed. A second
+                # probe, from the server's own machine, shows whether only the network is faulty. If
+                # the first probe is not done after half of the timeout, start the second probe, so
+                # that both probes end within one timeout.
                 await asyncio.wait({probe}, timeout=timeout_s / 2)
                 if not probe.done():
                     local_probe = asyncio.create_task(self._probe_locally(watch, timeout_s / 2))
@@ -457,8 +460,8 @@ class Health:
     def _note_miss(self, watch: _Watch, reason: str, tokens_before: int, is_decisive: bool) -> bool:
         """Count a failed probe. If the failures reach the threshold, report the server as failed.
 
-        If the last probe got no answer, the server is not reported as failed, because the cause may
-        be the network.
+        If the last probe got no answer, the server is not reported as failed, even at the
+        threshold. The reason is that the network may be the cause.
 
         Args:
             watch: State of the server's health checks.

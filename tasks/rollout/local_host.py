@@ -79,7 +79,7 @@ class LocalHost:
         #: Object that starts and ends the servers' processes.
         self._guards = Guards(plan.run_id, plan.attempt, registry)
         self.on_death: Callable[[Death], None] = lambda death: None
-        #: Mapping from rank to server, for the last start of each server.
+        #: Mapping from rank to the server that was started last for this rank.
         self._servers: dict[int, _LocalServer] = {}
         #: Ports of the servers. No other run can reserve these ports until this process ends.
         self._reserved: list[PortsReserved] = []

@@ -214,8 +214,8 @@ class Death:
     rank: int
     #: Epoch of the server. The epoch counts the starts of the server's group.
     epoch: int
-    #: Description of the end, such as `exit 1`, `killed by SIGKILL` or `its Ray actor died: node
-    #: 10.0.0.7 is gone`.
+    #: Description of the end of the process, such as `exit 1`, `killed by SIGKILL` or `its Ray
+    #: actor died: node 10.0.0.7 is gone`.
     why: str
     #: Last part of the server's log; may be empty.
     log_end: str = ""

@@ -98,8 +98,8 @@ class _ActorServer:
 class ActorListeners:
     """An `EngineListenerCheck` for servers on a Ray cluster. The actor of a server does the check.
 
-    All checks of a server that are requested during a running check are combined into a single
-    further check.
+    Requests for a check share one check if they arrive while another check of the same server runs.
+    The shared check starts at the end of the running check.
 
     Args:
         server_at: Returns the server at a URL, or None if no server was started there.
