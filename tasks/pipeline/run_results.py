@@ -168,8 +168,8 @@ class RunResults:
     def checkpoint(self, stage: Stage, run: StageRun) -> str:
         """Return the path of the checkpoint of a completed run.
 
-        If `best` of the stage compares evaluations, and the stage has no key `checkpoint`, the
-        result is the checkpoint with the best evaluation.
+        If the stage's key `best` names a number in the results of an evaluation, and the stage has
+        no key `checkpoint`, the result is the checkpoint with the best value of this number.
 
         Raises:
             CannotBegin: No checkpoint was found on this host, or the folder of the checkpoints

@@ -94,7 +94,7 @@ class RejectedCheckpoint:
 
 
 def blame_attempts(spec: RunSpec, attempts: Sequence[AttemptRecord]) -> list[Blame]:
-    """Return for each attempt whether the attempt failed because of its checkpoint.
+    """Return one `Blame` per attempt, which shows whether the checkpoint caused the failure.
 
     For each checkpoint, at most one attempt gets the value `GIVEN_UP`. If consecutive attempts fail
     with more than three different checkpoints, the checkpoints are not the cause. All these
@@ -226,10 +226,11 @@ def _has_made_step(spec: RunSpec, attempt: AttemptRecord) -> bool:
     if step == loaded_step:
         return False
     # If the reported step is above that of the checkpoint, the trainer has completed a step. If the
-    # reported step is lower, the source of the step decides:
-    # - An HTTP server may still report a step of an earlier attempt. So the step proves nothing.
-    # - With any other source, the trainer counts its steps from zero after each start. So the
-    #   trainer has completed a step.
+    # reported step is lower, the result depends on the source of the reported step:
+    # - An HTTP server may still report a step of an earlier attempt. Such a report does not show
+    #   that the trainer has completed a step in this attempt.
+    # - With any other source, a lower step means that the trainer counts its steps from zero after
+    #   each start. The reported step is above zero, so the trainer has completed a step.
     is_server = spec.progress is not None and spec.progress.http is not None
     return step > loaded_step or not is_server
 

@@ -231,13 +231,14 @@ class _Candidate:
         if self.verdict.is_training_state and self.kind <= NameKind.NUMBERED:
             return 0
         if self.kind is NameKind.NUMBERED and self.verdict.stored_step is not None:
-            # A file with a stored step is a checkpoint, even if its name has no word for a step.
+            # The content of the file or folder includes a training step. So the file or folder is a
+            # checkpoint, even if its name has no word such as `step`.
             return NameKind.NAMED_CHECKPOINT
         return int(self.kind)
 
     @property
     def is_current(self) -> bool:
-        """True for a file such as `last.pt` with a stored step.
+        """True for a file such as `last.pt` with a training step in its content, not in its name.
 
         Trainers often write such a file next to numbered checkpoints, such as `vit_00040.pt`.
         """
@@ -278,7 +279,9 @@ def list_checkpoints(written: str, root: Path, *, is_running: bool) -> Listing:
 
 
 def list_unrecognised(written: str, root: Path) -> list[CheckpointPath]:
-    """Return the files and folders that may be checkpoints, but do not look like checkpoints.
+    """Return the possible checkpoints in a folder in which Muster recognises no checkpoint.
+
+    A possible checkpoint is a file or folder that satisfies `_may_be_checkpoint`.
 
     Args:
         written: Folder of the checkpoints, or a pattern that matches them.
@@ -346,8 +349,8 @@ def _list_folder(folder: CheckpointPath, *, is_running: bool) -> Listing:
     candidates = _keep_one_series([*_read_candidates(paths)])
     known_names = {candidate.name for candidate in candidates}
     for pointer in pointers:
-        # Add the checkpoint that a pointer file names, even if its name does not look like that of
-        # a checkpoint. An example is `release`, a name without a step.
+        # A pointer file names a checkpoint. Add this checkpoint even if the checkpoint's name is
+        # unusual, such as `release`, which contains no step.
         target = folder / pointer.target
         if target != folder and target.exists() and target.name not in known_names:
             candidates.append(_read_candidate(Content.read(target), NameKind.CHECKPOINT))
@@ -377,7 +380,7 @@ def _has_training_files(content: Content) -> bool:
 
 
 def _keep_one_series(candidates: list[_Candidate]) -> list[_Candidate]:
-    """Leave out candidates with `is_series_only` if the names form more than one series.
+    """If the numbered names form several series, leave out candidates with `is_series_only`.
 
     Files or folders whose names differ only in a number, such as `actor-5` and `actor-10`, form a
     series. It is unclear whether `actor-5` or `critic-5` in the same folder is the checkpoint.

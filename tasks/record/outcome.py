@@ -122,9 +122,9 @@ class Failure(Recorded):
     exit_code: int | None = None
     #: Name of the signal that ended the component, such as `SIGSEGV`, or None.
     signal: str | None = None
-    #: Message for the user about the failure, with the values that were found.
+    #: Message for the user about the failure.
     message: str
-    #: Name of the rule for log lines that matched, such as `cuda-oom`, or an empty string.
+    #: Name of the rule that recognised the failure, such as `cuda-oom`, or an empty string.
     rule: str = ""
     #: Log line that matched the rule, or an empty string.
     line: str = ""
@@ -191,7 +191,7 @@ class Verdict:
         return self._with_incomplete_teardown(problem, left)
 
     def with_failed_ends(self, errors: Mapping[str, str]) -> Verdict:
-        """Return the result with the state FAILED, because Muster could not end a component.
+        """Return the result as FAILED, with a message that Muster could not end some components.
 
         Args:
             errors: Mapping from a component to the error. The errors are added to the field `left`,

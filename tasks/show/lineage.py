@@ -18,7 +18,7 @@ LINEAGE = "lineage"
 _JSON_HEADING = "### JSON"
 #: Largest number of outputs in the table of the artifact. The JSON lists all outputs.
 _MAX_ROWS = 50
-#: Largest number of figures (numbers in the result) of an evaluation in one line.
+#: Largest number of values, such as `score=0.71`, that are shown for one evaluation.
 _MAX_FIGURES = 5
 
 

@@ -132,8 +132,8 @@ def name_source(path: Path) -> str:
 def locate_spec(path: Path) -> Path:
     """Return the absolute path of a spec file.
 
-    For standard input, the result is the path of a missing file in the current directory. So
-    relative paths in the spec start at the current directory.
+    For standard input, the result is the path of an imaginary file in the current directory, so
+    that relative paths in the spec start at the current directory.
     """
     return Path.cwd() / "-" if path == STANDARD_INPUT else make_absolute(path)
 
