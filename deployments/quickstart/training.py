@@ -23,7 +23,7 @@ from sampler import Sampler
 POLL_FIRST_S = 0.02
 #: Longest pause between two requests for a batch, in seconds.
 POLL_LAST_S = 0.25
-#: Ratio of a pause between two requests for a batch to the previous pause.
+#: Factor that multiplies the pause after each further request for a batch.
 POLL_GROWTH = 1.5
 #: Number of steps between two lines of output about the progress.
 SAY_EVERY = 5
@@ -113,7 +113,7 @@ class Training:
         return self._state
 
     def run(self) -> None:
-        """Train until the last step is finished, and write its metrics and its checkpoint.
+        """Train until the last step is finished, and write the metrics and the checkpoints.
 
         Raises:
             ApiError: The API is gone, failed, or refused the registration.

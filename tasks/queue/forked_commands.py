@@ -37,9 +37,9 @@ from tasks.spec.ownership import get_peer, require_own_peer
 
 #: File name of the fork server's socket in the MUSTER_HOME directory.
 _SOCKET_NAME = "zygote"
-#: Longest time, in seconds, that the `muster` command waits for a message from the fork server, and
-#: the fork server for a message from the command. If a message does not arrive in time, the command
-#: does its work without the fork server.
+#: Time limit in seconds for each message that the `muster` command and the fork server exchange
+#: before the work begins. If a message does not arrive in time, the command does its work without
+#: the fork server.
 _ANSWERS_WITHIN_S = 5.0
 #: Signals that the `muster` command forwards to the process that does the work of the command.
 _FORWARDED_SIGNALS = (
@@ -251,8 +251,9 @@ class Caller:
         fcntl.fcntl(self.connection, _F_SETSIG, signal.SIGKILL)
         flags = fcntl.fcntl(self.connection, fcntl.F_GETFL)
         fcntl.fcntl(self.connection, fcntl.F_SETFL, flags | os.O_ASYNC)
-        # If the `muster` command has already closed its end of the socket, the kernel sends no
-        # signal. In this case the socket is readable, and this process must not begin to work.
+        # If the `muster` command has already closed its end of the socket, the kernel does not send
+        # SIGKILL to this process. In this case the socket is readable, and this process must not
+        # begin to work.
         return not select.select([self.connection], [], [], 0)[0]
 
     def _take_limits(self) -> None:

@@ -82,7 +82,10 @@ def variable_name(pool_name: str) -> str:
 
 
 def parse_copy(variable: Variable | None) -> PoolCopy | None:
-    """Return the copy in a Prefect variable, or None if the variable is missing or invalid."""
+    """Return the copy of a work pool's settings from a Prefect variable.
+
+    Return None if the variable is missing or invalid.
+    """
     if variable is None:
         return None
     try:
@@ -118,8 +121,8 @@ class PoolCopies:
             client: Client of the Prefect server.
         """
         self._client = client
-        #: Mapping from pool name to the copy of the pool's settings that the server stores. If the
-        #: settings have not changed since this copy, no request is necessary.
+        #: Mapping from pool name to the settings that were last compared with the copy on the
+        #: server. If the settings of the pool are still the same, no request is necessary.
         self._done: dict[str, PoolCopy] = {}
 
     async def update(self, pools: Iterable[WorkPool]) -> None:
@@ -145,8 +148,8 @@ class PoolCopies:
                     settings=settings_of(pool.base_job_template),
                 )
             except ValidationError:
-                # The settings of this pool are invalid. Keep its last copy. The scheduling pass
-                # reports the fault.
+                # The settings of this pool are invalid. Do not replace the copy on the server,
+                # which contains the last valid settings. The scheduling pass reports the fault.
                 continue
             if copy != self._done.get(pool.name):
                 await self._update_pool(pool, copy)

@@ -77,8 +77,8 @@ def fail_on_wrong_names(
     try:
         yield
     except SystemExit as engine_exit:
-        # Prefect's engine calls `exit` while handling the error. So the error is the context of
-        # SystemExit.
+        # Prefect's engine calls `exit` while it handles the error about the parameters. So Python
+        # stores this error in the attribute `__context__` of SystemExit.
         if not isinstance(engine_exit.__context__, _WRONG_NAMES):
             raise
         try:

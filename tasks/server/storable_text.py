@@ -18,8 +18,8 @@ from websockets.asyncio.client import ClientConnection
 #: Matches the escape `\u0000`, which stands for a NUL in JSON text, after an even number of
 #: backslashes. After an odd number of backslashes, the characters `\u0000` do not stand for a NUL.
 _NUL_IN_JSON = re.compile(rb"(?<!\\)((?:\\\\)*)\\u0000")
-#: Replacement for a match of `_NUL_IN_JSON`: the backslashes before the NUL, and the escape of
-#: U+FFFD (the replacement character).
+#: Text that replaces a match of `_NUL_IN_JSON`. The text keeps the backslashes before the NUL, and
+#: contains the escape of U+FFFD (the replacement character) instead of the NUL.
 _REPLACEMENT = rb"\1\\ufffd"
 
 

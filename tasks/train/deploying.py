@@ -166,8 +166,8 @@ def submit(
 ) -> int:
     """Queue a run of a spec on the Prefect server. The run starts when all its GPUs are free.
 
-    Exit: 0 queued; with --watch the result of the run: 0 completed, 1 failed, 3 it can never fit,
-    130 cancelled. 2 the spec is invalid, and nothing was queued.
+    Exit: 0 queued; 2 the spec is invalid, and nothing was queued. With --watch, the result of the
+    run: 0 completed, 1 failed, 3 it can never fit, 130 cancelled.
 
     Args:
         queue: The queue of the work pool: urgent, default or idle.
@@ -259,8 +259,8 @@ def follow_run(
         flow_run: The flow run of the queued run.
         spec: Spec of the run.
         watch: True to show the run until it has ended, as `muster train` does.
-        json: True to print the ids and the page of the run as JSON. With `watch`, the output is
-            only the states of the run, on stderr.
+        json: True to print the ids and the page of the run as JSON. With `watch`, the states of the
+            run follow on stderr.
         note: Text after the first line, such as the checkpoint from which the run starts.
         after_attempt: Number of the last attempt that is not shown. 0 to show all attempts.
 

@@ -50,14 +50,15 @@ _ARTIFACTS: Mapping[str, tuple[float, Callable[[RunView], Shown | None] | None]]
 #: Minimum interval between two updates of an artifact, as a fraction of the age of the run. So
 #: artifacts of a long run are updated less often.
 _INTERVAL_PER_AGE = 0.01
-#: Upper limit in seconds for the minimum interval that is computed from the age of the run.
+#: Longest interval, in seconds, that the age of a run can require between two updates of an
+#: artifact.
 _MAX_INTERVAL_S = 60.0
 #: Artifacts that contain durations. These artifacts are updated even if no event occurs.
 _TIMED_ARTIFACTS = (pages.SUMMARY, pages.TIMELINE, pages.REWARD)
 #: Minimum number of seconds between two updates of an artifact while no event occurs.
 _TIMED_INTERVAL_S = 30.0
-#: If no event occurs, the minimum interval between two updates is multiplied by this number. The
-#: result is at least `_TIMED_INTERVAL_S`.
+#: Factor for the interval between two updates of an artifact while no event occurs. The interval is
+#: this factor times the result of `RunPage._interval_s`, but at least `_TIMED_INTERVAL_S`.
 _TIMED_INTERVAL_FACTOR = 10
 #: Longest wait in seconds for reading the metrics file, because the file system may not respond.
 _READ_METRICS_WITHIN_S = 5.0
@@ -129,7 +130,10 @@ class RunPage:
         self._time_spent = TimeSpent(*([progress.every_s] if progress is not None else []))
 
     def observe(self, event: Event) -> bool:
-        """Process an event of the run. Return True if an artifact must now be sent earlier."""
+        """Process an event of the run.
+
+        Return True if the event has changed the time of the next update of an artifact.
+        """
         with self._lock:
             previous_due = {**self._due_at_s}
             previous_activity = self._seen.doing
@@ -193,8 +197,8 @@ class RunPage:
                 the remaining artifacts are sent by the next call of `send`.
 
         Raises:
-            Exception: The error of Prefect's client. A later call sends the remaining artifacts,
-                after a pause.
+            Exception: The error of Prefect's client. To send the remaining artifacts, call `send`
+                again after the number of seconds that `due_in_s` returns.
         """
         now_s = self._clock()
         with self._lock:

@@ -220,7 +220,9 @@ def compare_stages(pipeline: PipelineSpec, clusters: Mapping[str, KnownCluster])
 def _compare_nodes(
     spec: RunSpec, stage: Stage, path: str, nodes: Sequence[LiveNode]
 ) -> Iterator[Fault]:
-    """Yield a fault if no node has the CPUs, the memory or a label that a stage needs.
+    """Yield a fault for each need of a stage (CPUs, memory, a label) that no node satisfies.
+
+    Each need is checked separately. Different nodes may satisfy different needs.
 
     Args:
         spec: Run spec of the stage.

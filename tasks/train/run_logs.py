@@ -249,7 +249,7 @@ def _write_blocks(blocks: Iterable[bytes], prefix: str) -> None:
 def _is_attempt_over(place: RunPlace, number: int) -> bool:
     """Return True if a later attempt of the run has started, or if the run has ended.
 
-    Return False if only the attempt itself has ended, because a later attempt may start.
+    The end of the attempt itself is not enough, because a later attempt may still start.
     """
     record = read_local_record(place.run_id)
     has_next = place.attempt(number + 1).directory.exists()

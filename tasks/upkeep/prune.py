@@ -465,8 +465,8 @@ def prune(
 
     The copy of a run's code is deleted together with the run's files. Unused code is deleted from
     the code store. run.json and the specs of a run are always kept. Files that the run's own
-    programs wrote are kept unless --outputs is given. These runs are skipped: runs that have not
-    ended or wait for their next attempt, and runs from whose files another run has started.
+    programs wrote are kept unless --outputs is given. A run is skipped if it has not ended, if it
+    waits for its next attempt, or if another run has started from its files.
 
     Exit: 0 files deleted or listed; 1 a file could not be deleted; 2 a rule is invalid.
 
