@@ -28,19 +28,21 @@ _OPEN_FILES = 65536
 #: Number of open files that client connections must leave free for other work, such as logs and
 #: reading /proc.
 _KEPT_FILES = 256
-#: Number of open files that client connections must leave free for each server. The files are
-#: needed for the start of the server, for its guardian process, and for health probes.
+#: Of the files that the gateway may have open at the same time, this number is reserved for each
+#: server. The reserved files are needed for the start of the server, for its guardian process, and
+#: for health probes.
 _KEPT_FILES_EACH = 8
 #: Largest number of connections without an authorized request, if the gateway requires a token.
 _STRANGERS = 8192
-#: Largest number of connections without an authorized request from a single user or address, if the
-#: gateway requires a token.
+#: Limit for a single user or address if the gateway requires a token: the largest number of
+#: connections without an authorized request.
 _STRANGERS_EACH = 4096
-#: Largest number of connections of users other than root and the user of this process, if the
-#: gateway requires no token. The gateway answers all requests of these users with an error.
+#: Largest number of connections of other users, if the gateway requires no token. Other users are
+#: all users except root and the user of this process. The gateway answers all requests of other
+#: users with an error.
 _REFUSED_STRANGERS = 256
-#: Largest number of connections of a single user other than root and the user of this process, or
-#: from a single address, if the gateway requires no token.
+#: Limit for a single user or address if the gateway requires no token: the largest number of
+#: connections. The limit does not apply to root and the user of this process.
 _REFUSED_STRANGERS_EACH = 64
 #: Smallest number of seconds between two log messages about closed connections.
 _LOG_EVERY_S = 10.0
@@ -57,7 +59,8 @@ class Bounds:
     in_all: int
     #: Largest number of connections without an authorized request.
     strangers: int
-    #: Largest number of connections without an authorized request from a single user or address.
+    #: Limit for a single user or address: the largest number of connections without an authorized
+    #: request.
     strangers_each: int
 
 
@@ -69,10 +72,10 @@ def compute_bounds(
     Args:
         open_files: Limit of open files of this process.
         in_use: Number of files that are open already.
-        may_be_let_in: True if the gateway has a token. Then every user with the token may use the
-            gateway.
-        servers: Number of inference servers of the run. The gateway keeps some open files free for
-            each server.
+        may_be_let_in: True if the gateway has a token. Then the gateway also serves clients of
+            other users, if these clients send the token.
+        servers: Number of inference servers of the run. The gateway needs some open files for
+            each server, so fewer files remain for client connections.
     """
     kept = min(_KEPT_FILES, open_files // 4) + min(_KEPT_FILES_EACH * servers, open_files // 4)
     # Each client connection needs two open files: its own, and one for the connection to a server.
@@ -92,10 +95,10 @@ class Admission:
     """Counts the client connections of one gateway, and decides which connections may stay open.
 
     Args:
-        may_be_let_in: True if the gateway has a token. Then every user with the token may use the
-            gateway.
-        servers: Number of inference servers of the run. The gateway keeps some open files free for
-            each server.
+        may_be_let_in: True if the gateway has a token. Then the gateway also serves clients of
+            other users, if these clients send the token.
+        servers: Number of inference servers of the run. The gateway needs some open files for
+            each server, so fewer files remain for client connections.
         table: Table of the kernel's sockets, which shows the user who has opened a connection. If
             None, a new `SocketTable` is created.
     """
@@ -111,7 +114,7 @@ class Admission:
         #: Mapping from user or address to the number of connections without an authorized request.
         self._strangers: Counter[str] = Counter()
         self._strangers_in_all = 0
-        #: Number of connections since the last log message that were closed because too many
+        #: Number of connections that were closed since the last log message, because too many
         #: connections were open.
         self._closed = 0
         self._logged_s = float("-inf")
