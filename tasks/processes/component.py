@@ -158,8 +158,8 @@ class AttemptPlan:
 #: Time limit in seconds for the last check of a probe, after the end of a component or at the
 #: readiness deadline.
 _LAST_ASK_S = 1.0
-#: Time limit in seconds for reading the state of the readiness probe's file before a component is
-#: started.
+#: Before a component with the readiness probe `file: PATH` is started, Muster reads the state of
+#: the file. This read may take at most this number of seconds.
 _FILE_WITHIN_S = 5.0
 #: Value of `Failure.rule` if a process outside the run listens on a port of the run.
 PORT_TAKEN = "port-taken"
@@ -376,9 +376,9 @@ class RunningComponent(ABC):
         #: Log of the component. Read the log through `log.source`, because the file may be moved or
         #: removed.
         self.log = context.logs[plan.name]
-        #: Mapping from the path of the file that the readiness probe checks to the state of the
-        #: file before the component's start (see `probes.identity_of`). The probe succeeds only if
-        #: the state has changed since the start.
+        #: Mapping from the path of a file to the state of the file before the component's start
+        #: (see `probes.identity_of`). The readiness probe `file: PATH` succeeds only if this state
+        #: has changed since the start.
         self._files: dict[Path, object] = {}
         self._launched_monotonic_s = 0.0
         #: Size of the log in bytes before the launch. The bytes before this offset were written by
@@ -401,7 +401,7 @@ class RunningComponent(ABC):
             self._emit("component.ready", self.name, pid=self.pid, after_s=self.seconds_alive())
 
     async def _note_start(self) -> None:
-        """Record the start time, and the state of the file that a readiness probe `file` checks.
+        """Record the start time and, if the readiness probe checks a file, the state of this file.
 
         The probe succeeds only if the file changes after this call.
 
@@ -614,7 +614,8 @@ class RunningComponent(ABC):
     def forget_warnings(self) -> None:
         """Let the next call of `warn` send the signal again to processes that have already got it.
 
-        Call this when the announced end of the component was cancelled.
+        Call this method if `warn` announced the end of the component, but the end was then
+        cancelled.
         """
         return
 

@@ -416,8 +416,9 @@ class LedgerReader:
     #: Names of the work pool and of the worker in which this reader runs. Empty strings outside of
     #: a worker.
     _own_worker: tuple[str, str] = ("", "")
-    #: Cache: a mapping from flow run id to the last answer of the server as JSON, the flow run in
-    #: this answer, and the resources that the flow run requests.
+    #: Cache: a mapping from flow run id to three values: the server's last answer about the flow
+    #: run as JSON, the `FlowRun` made from this answer, and the resources that the flow run
+    #: requests.
     _rows: dict[str, tuple[dict[str, Any], FlowRun, Request]] = field(default_factory=dict)
     #: Cache: a mapping from the name of a work pool to two values: the names of the pool's online
     #: workers, and the monotonic time at which the names were read.
@@ -458,9 +459,10 @@ class LedgerReader:
             waiting += await self.pages(flow_runs=recently_due, work_pools=of_gang_pools)
         else:
             if not self._rows:
-                # Put the runs that hold GPUs into the empty cache. If such a run is requeued
-                # just after the waiting runs were read, the request for missing runs below finds
-                # the run.
+                # Put the runs that hold GPUs into the empty cache. A run may be requeued after the
+                # waiting runs are read, but before the runs with GPUs are read again. Then neither
+                # list contains the run. So this method later requests each cached run that is in
+                # neither list.
                 await self._read_holding()
             waiting, is_cut = await self._read_waiting(pools.values())
             waiting += await self._read_without_queue(pools)
@@ -563,8 +565,9 @@ class LedgerReader:
             return []
         flow_runs = await self.pages(flow_runs=due, flows=train_flow)
         lost = [flow_run for flow_run in flow_runs if has_lost_queue(flow_run)]
-        # The request above has put flow runs of other types of work pools into the cache. Remove
-        # these flow runs. Otherwise `read` would request each of the flow runs again.
+        # The cache now also contains flow runs of work pools that are not of type `gang`. Remove
+        # these flow runs from the cache. Otherwise `read` would take these flow runs for missing
+        # runs of the queue, and request them again.
         lost_ids = {flow_run.id for flow_run in lost}
         for flow_run in flow_runs:
             if flow_run.id not in lost_ids and flow_run.work_pool_name not in pools:

@@ -48,9 +48,9 @@ _SPAWN_TIMEOUT_S = 2.0
 #: Longest time, in seconds, between two changes of the label HEARTBEAT by the process of a waiting
 #: run. After a longer pause, the process counts as ended, and the run gets no GPUs.
 _SILENT_AFTER_S = 4 * grants.HEARTBEAT_EVERY_S
-#: A user can set an active run to Scheduled by hand. A live process of the run then sets Running
-#: again within this number of seconds. After that time, the process counts as ended, and a worker
-#: can start the run again.
+#: A user can set an active run to Scheduled by hand. If the run still has a live process, this
+#: process sets Running again within this number of seconds. If the state is still Scheduled after
+#: that time, the process counts as ended, and a worker can start the run again.
 _CORRECTED_WITHIN_S = 60.0
 #: A scheduling pass stops reading waiting runs from the server as soon as this number of runs can
 #: start, or could start with more free GPUs.
@@ -307,8 +307,8 @@ class QueueReader:
         if entry.is_handed_over or entry.id in in_flight:
             return False
         granting_process = entry.grant.by if entry.grant else None
-        # A run that was cancelled after its start is not stuck, because its own process or the flow
-        # `reconcile` ends the run.
+        # A run that is cancelled before its start can be stuck. After the start, the run's own
+        # process or the flow `reconcile` ends the run.
         is_cancelled = state.is_cancelling() and entry.flow_run.start_time is None
         if granting_process == self.process and not is_cancelled:
             # The run is not stuck: this process granted GPUs to the run, and will still start the
@@ -339,9 +339,9 @@ class QueueReader:
             settings: Mapping from pool name to the settings of the work pool.
 
         Returns:
-            Two mappings. The first maps the address of each cluster that was read to the
-                cluster. The second maps the address of each other cluster to the error. The
-                address "" stands for the nodes that work pools list for runs without Ray.
+            Two mappings from the address of a cluster. The first contains the clusters that were
+            read. The second contains the errors of the clusters that could not be read. The address
+            "" stands for the nodes that work pools list for runs without Ray.
         """
         keys = {entry.request.cluster for entry in entries if entry.request.demand is not None}
         keys -= {CLUSTER_OF_POOL}
@@ -567,8 +567,8 @@ class QueueView:
     running: int
     #: The waiting runs, in the order of the queue.
     line: tuple[QueuedRun, ...]
-    #: The nodes of all clusters, followed by missing nodes. A node is missing if programs hold GPUs
-    #: on the node, but no readable cluster or pool lists the node.
+    #: All nodes that a cluster or a work pool lists, followed by unlisted nodes whose GPUs are in
+    #: use. For example, the nodes of a cluster that does not answer are unlisted.
     nodes: tuple[ClusterNode, ...]
     #: Mapping from a tag with a GPU limit to two numbers: the GPUs in use, and the limit.
     tags: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -655,8 +655,8 @@ def _make_queued_run(scheduling_pass: SchedulingPass, entry: QueueEntry, number:
 async def read_queue_view(client: PrefectClient, pool: str) -> QueueView:
     """Run a scheduling pass, and return the queue and the nodes of a work pool.
 
-    If the server has no such pool, the result contains only those runs that are in no pool of type
-    `gang`.
+    The queue in the result also contains the waiting runs that are in no work pool of type `gang`.
+    If the given pool does not exist, the queue contains only these runs.
 
     Args:
         client: Client of the Prefect server.
