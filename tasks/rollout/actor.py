@@ -190,7 +190,7 @@ class ServerActor:
 
     @ray.method(concurrency_group="questions")
     async def list_listeners(self, host: str, port: int) -> tuple[list[str], str]:
-        """Return the sockets that listen at an address, if only this actor's server owns them.
+        """Return the sockets of this actor's server that listen at an address.
 
         Args:
             host: An address of this machine.
@@ -198,7 +198,7 @@ class ServerActor:
 
         Returns:
             The inodes of the sockets, and an empty string. If a process outside the server's
-            process tree owns a socket: no inodes, and a description of that process.
+            process tree listens at the address: no inodes, and a description of that process.
 
         Raises:
             OSError: The owners of the sockets could not be determined.

@@ -188,8 +188,8 @@ def _is_own_address(authority: str, port: int | None) -> bool:
 
     Args:
         authority: Host and optional port of a URL, such as `localhost:8000`.
-        port: Port of the gateway. None to accept every port. An authority without a port is always
-            accepted: it cannot come from a web page, because browsers send the gateway's port.
+        port: Port of the gateway, or None to accept every port. A missing port is accepted, too:
+            browsers send the port, so a request without a port does not come from a web page.
     """
     match = _AUTHORITY.fullmatch(authority)
     if match is None or not is_loopback(match[1]):
@@ -226,7 +226,7 @@ class _Begin(_Order):
 
 
 class _Broadcast(_Order):
-    """Body of a request to the gateway, which sends an HTTP request to all engines of a sync."""
+    """Describes an HTTP request that the gateway sends to each engine of a weight sync."""
 
     method: Annotated[str, Field(pattern="^[A-Z]+$")] = "POST"
     path: Annotated[str, Field(pattern="^/")]

@@ -103,7 +103,7 @@ async def _open_host(plan: FleetPlan, disk: DiskThread) -> tuple[ServerHost, Pla
 
 
 class Places:
-    """Plans the fleet at the current addresses and ports of its nodes.
+    """Plans the address, the ports and the GPUs of each server of the fleet.
 
     Addresses can change, because a Ray cluster moves the servers of a lost node to another node.
     """
@@ -168,7 +168,7 @@ class Places:
 
 
 def read_allowed_devices(fleet: Rollout, env: Mapping[str, str], kind: str) -> tuple[str, ...]:
-    """Return the GPUs that environment variables such as CUDA_VISIBLE_DEVICES allow a fleet.
+    """Return the GPUs that a fleet may use according to variables such as CUDA_VISIBLE_DEVICES.
 
     Args:
         fleet: Spec of the fleet. The environment variables in the spec take precedence over `env`.

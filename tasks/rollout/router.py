@@ -203,7 +203,7 @@ class Router:
         self._is_closed = True
 
     def open(self) -> None:
-        """Let requests that generate tokens proceed. After `close`, they had to wait."""
+        """Let requests that generate tokens proceed again, after `close` has made them wait."""
         self._is_closed = False
         self._notify(())
 
