@@ -26,8 +26,8 @@ from tasks.spec.watch import list_metric_sections
 #: Number of the latest durations of training steps that count as recent. The same number applies to
 #: values of the GPU utilisation and to response times.
 _RECENT_COUNT = 10
-#: Largest number of values that are kept in memory, of each kind: durations of training steps, GPU
-#: utilisation and response times.
+#: Each series of measurements keeps at most this number of values in memory. Examples of a series
+#: are the durations of the training steps and the GPU utilisation of a node.
 _KEPT_COUNT = 2000
 #: Smallest number of earlier values with which recent values are compared.
 _MIN_EARLIER_COUNT = 3
@@ -37,8 +37,8 @@ _SLOWER_RATIO = 1.2
 #: Recent steps count as slower only if their duration has increased by more than this number of
 #: standard errors. A smaller increase may be random.
 _SURE_ERRORS = 2.0
-#: The number of the current training step is read at regular intervals. The recent steps must
-#: together take at least this number of intervals, so that their durations are exact enough.
+#: Smallest usable duration of all recent steps together. The unit is the interval at which Muster
+#: reads the number of the current training step. A shorter duration would be too inexact.
 _MIN_READINGS = 5
 #: Key for the whole training step, in a mapping from parts of a training step to durations.
 _WHOLE = "step"
@@ -174,7 +174,7 @@ class Slow:
         return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
     def sentences(self) -> Iterator[str]:
-        """Yield sentences about steps, GPUs and response times for the user."""
+        """Yield sentences about the training steps, the GPUs and the response times of a run."""
         if self.step is not None:
             yield from self._step_sentences(self.step)
         if self.gpus:
@@ -232,8 +232,8 @@ class TimeSpent:
         #: Durations of training steps, measured from one progress event to the next. Used if the
         #: metrics of the run contain no durations.
         self._paces: deque[_Pace] = deque(maxlen=_KEPT_COUNT)
-        #: Time in UTC epoch seconds and training step of the current attempt's last progress event.
-        #: None before the first progress event.
+        #: Time and training step of the current attempt's last progress event. The time is in UTC
+        #: epoch seconds. None before the first progress event.
         self._last_progress: tuple[float, float] | None = None
         #: Mapping from a node to its GPU utilisation values, from 0 to 1.
         self._gpus: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT_COUNT))

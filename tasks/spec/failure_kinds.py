@@ -34,15 +34,14 @@ class NodeBlame(StrEnum):
 
 
 class CheckpointBlame(StrEnum):
-    """Condition under which a failure may be caused by the checkpoint that the trainer loaded."""
+    """Property of a failure kind: the case in which the loaded checkpoint may be the cause."""
 
     #: A checkpoint never causes a failure of this kind.
     NEVER = "never"
     #: The checkpoint may be the cause if the attempt stopped responding, perhaps while it loaded
     #: the checkpoint.
     IF_HUNG = "if the attempt hung"
-    #: The checkpoint may be the cause if the trainer ended with an error, because a damaged
-    #: checkpoint can cause such an error.
+    #: The checkpoint may have caused the failure if the trainer ended with an error.
     IF_DIED = "if the trainer died"
 
 
@@ -54,7 +53,7 @@ class KindProperties:
     cause: str
     #: Description of what Muster does after the failure, in Markdown sentences.
     reaction: str
-    #: Advice for the user in the documents, in Markdown sentences in the imperative.
+    #: Advice for the user, in Markdown for the documents.
     action: str
     #: Advice for the user, in plain text. Shown if the failure itself has no advice.
     remedy: str

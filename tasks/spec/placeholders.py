@@ -36,8 +36,8 @@ class Kind(Enum):
     #: Argument of a command. An argument that is only `${rollout.engines}` becomes several
     #: arguments: one for each inference engine.
     WORD = "word"
-    #: Text of the component `rollout`. `${server.x}` and `$${` stay in the text: the process of the
-    #: inference servers replaces them later.
+    #: Text below the key `components.rollout` of a spec. `${server.x}` and `$${` stay in the text:
+    #: the process of the inference servers replaces them later.
     FLEET = "fleet"
     #: Text of an evaluation. The placeholders in the text are replaced when the evaluation runs,
     #: not when an attempt of the training starts.
@@ -88,7 +88,7 @@ _EVALUATION_TEXTS: dict[str, object] = {"*": Kind.EVALUATION}
 _EVALUATION: dict[str, object] = {"command": _EVALUATION_TEXTS, "env": _EVALUATION_TEXTS}
 #: Tree of the keys of a run spec whose values may contain placeholders. The key "*" stands for any
 #: key or list item. The key "" is used if the value is a text instead of a mapping or a list. In
-#: all other values, `${` is plain text.
+#: the values of keys that are not in this tree, `${` is plain text.
 _PLACES: dict[str, object] = {
     "env": _TEXTS,
     "cwd": Kind.TEXT,
@@ -128,7 +128,8 @@ CHECKPOINT = "checkpoint"
 RUN_DIR = "run_dir"
 #: Last part of `${stage.NAME.run_id}`: the id of an earlier stage's run.
 RUN_ID = "run_id"
-#: Last part of `${stage.NAME.result}`: the JSON result of an earlier step.
+#: Last part of `${stage.NAME.result}`: the JSON result of an earlier stage. The stage must be
+#: a step: a Python function or a command.
 RESULT = "result"
 #: Last part of `${stage.NAME.state}`: the state of an earlier stage, such as `completed`.
 STATE = "state"

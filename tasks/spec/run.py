@@ -529,8 +529,9 @@ class RunSpec(Document):
                 for name, value in env.items()
             }
 
-        # The process of the inference servers replaces placeholders such as `${server.port}` later.
-        # Escape each `${` in the secrets for this process, so that the secrets stay unchanged.
+        # The process of the inference servers later replaces placeholders such as `${server.port}`.
+        # In the secrets for that process, escape each `${`, so that the process leaves the secrets
+        # unchanged.
         fleet_values = {block: value.replace("${", "$${") for block, value in values.items()}
         components = {}
         for name, component in self.components.items():
