@@ -35,9 +35,9 @@ def train(spec: RunSpec) -> State[None]:
     """Run one training: start its components in order, watch them, and stop them at the end.
 
     Args:
-        spec: The components of the run, and the condition for its success. This form
-            shows only the keys that people change most. All other keys keep their values. To see or
-            change all keys, choose `Use JSON input` in the menu of the field `spec`.
+        spec: The components of the run, and the condition for its success. The form in the Prefect
+            UI shows only the keys that people change most. All other keys keep their values. To see
+            or change all keys, choose `Use JSON input` in the menu of the field `spec`.
     """
     try:
         with open_run(spec) as run:

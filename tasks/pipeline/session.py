@@ -98,7 +98,7 @@ class PipelineSession:
         #: Reason why this process stops and another flow process will continue the pipeline. Empty
         #: if this process keeps the pipeline.
         self.hand_over_reason = ""
-        #: Reason why a stage cannot begin, so that the pipeline fails. Otherwise empty.
+        #: Reason why a stage cannot begin. If the reason is not empty, the pipeline fails.
         self.failure = ""
         #: The failed or cancelled stage run that ended the pipeline, or None.
         self.final_run: StageRun | None = None

@@ -175,8 +175,9 @@ class Layout:
     matches: Callable[[Content], bool]
     #: Function that returns the reason why a checkpoint is incomplete, or an empty string.
     find_gap: Callable[[Content], str] = lambda content: ""
-    #: Text for the user: the reason why a checkpoint of this layout is complete if no file is
-    #: missing. Example: the trainer writes a certain file last. Empty if there is no such reason.
+    #: Proof that a checkpoint is complete, as a text for the user. The proof is valid only if
+    #: `find_gap` returns an empty string. Example: `metadata.json, which is written last, exists`.
+    #: Empty if the files of this layout cannot prove that a checkpoint is complete.
     proof: str = ""
     #: Function that returns the training step that is stored in the checkpoint's files, or None.
     read_step: Callable[[Content], int | None] = lambda content: None

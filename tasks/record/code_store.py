@@ -52,8 +52,8 @@ _MADE_AT = 946684800
 #: Largest number of characters in the stored patch with the changes since the last commit. The rest
 #: of the patch is cut off.
 _DIFF_BYTES = 16_384
-#: Age in seconds from which an entry of the code store may be deleted. A new run may need a younger
-#: entry.
+#: An entry of the code store that is younger than this number of seconds is not deleted, because a
+#: new run may need the entry.
 _SPARED_S = 24 * 3600.0
 _NAME = re.compile(r"\b[0-9a-f]{64}\b")
 

@@ -9,8 +9,8 @@ import os
 #: read, the file was truncated or rewritten.
 _REMEMBERED_BYTES = 64
 #: Largest number of bytes that one read returns. Files are read in blocks, because a file may be
-#: larger than the memory. Larger blocks would be slower, because memory for each block must be
-#: requested from the kernel.
+#: larger than the memory. Larger blocks would be slower: memory for a small block is reused, but
+#: memory for a large block is requested from the kernel each time.
 BLOCK_BYTES = 1 << 17
 #: A block that begins with this number of zero bytes may begin in a hole of a sparse file. In this
 #: case, lseek(2) finds the end of the hole.

@@ -112,7 +112,7 @@ def _is_excepted(host: str, environment: Mapping[str, str]) -> bool:
 
 
 def make_proxy_options(url: str) -> dict[str, Any]:
-    """Return the arguments of an httpx client that set the proxy for a URL.
+    """Return the proxy settings for a URL, as keyword arguments of an httpx client.
 
     Args:
         url: URL of the server to which the client sends its requests.

@@ -23,9 +23,9 @@ from tasks.train.run_secrets import RunSecrets
 
 _log = logging.getLogger(__name__)
 
-#: Longest wait in seconds for the threads at the end of an attempt. A slower thread is abandoned.
-#: Then the code and software versions of the attempt may not be recorded, or checkpoints that are
-#: no longer needed are kept until the next attempt.
+#: Longest wait in seconds for the threads at the end of an attempt. A slower thread is abandoned,
+#: so the work of the thread may stay unfinished. For example, the code of the attempt may not be
+#: recorded, or old checkpoints may not be deleted until the next attempt.
 _END_TIMEOUT_S = 2.0
 #: Seconds between two searches for checkpoints that are no longer needed.
 _CHECKPOINTS_EVERY_S = 30.0

@@ -58,8 +58,8 @@ _CHECK_EVERY_S = 5.0
 _CHECK_STORE_EVERY_S = 30.0
 #: Seconds between two checks whether the first attempt of the run has started.
 _AWAIT_ATTEMPT_EVERY_S = 0.5
-#: Longest time in seconds after the training to create the last evaluations, or to cancel all
-#: evaluations if the training was cancelled.
+#: After the training, the last evaluations are created. If the training was cancelled, all
+#: evaluations are cancelled instead. Either step may take at most this number of seconds.
 _END_TIMEOUT_S = 15.0
 #: Longest wait in seconds, at the end of an evaluation, until the training's page in the Prefect UI
 #: is updated.
@@ -92,8 +92,8 @@ def evaluate_checkpoints(
 
     - If the run was cancelled, the evaluations of the run are cancelled. Otherwise the last
       evaluations are created.
-    - If the run is the evaluation of a training that has already ended, the end of the evaluation
-      is recorded in the files of the training.
+    - If the run itself evaluates a training, and this training has already ended, the end of the
+      run is recorded in the files of the training.
 
     Args:
         run: The run.

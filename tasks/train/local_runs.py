@@ -82,8 +82,8 @@ def import_run_json() -> type[RunJson]:
     The import takes long, so call this function only if the class is needed. `muster logs` often
     works without the class.
 
-    The module `tasks.client` calls this function when that module is imported, because a later
-    import could find another package with the name `tasks` in the user's project.
+    The module `tasks.client` calls this function during its own import. A later import of
+    `tasks.record.run_json` could find another package with the name `tasks` in the user's project.
     """
     from tasks.record.run_json import RunJson
 

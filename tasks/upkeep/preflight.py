@@ -39,7 +39,7 @@ from tasks.spec.errors import BadArgument
 from tasks.spec.formatting import join_commas
 
 _GIB = 1 << 30
-#: Name of the machine that runs the preflight, in the list of checked nodes.
+#: In the list of checked nodes, this name stands for the machine that runs the preflight.
 CALLER = "caller"
 
 

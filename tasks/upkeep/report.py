@@ -36,8 +36,8 @@ class RunReport:
     killed: tuple[int, ...] = ()
     #: Submission ids of the Ray jobs that were ended.
     jobs: tuple[str, ...] = ()
-    #: Phrases about Ray nodes that `muster reconcile` has checked for leftover processes. These
-    #: nodes could not be checked when the Ray job ended.
+    #: `muster reconcile` searches for leftover processes on Ray nodes that could not be checked at
+    #: the end of a Ray job. Each phrase is a result of this search, for example `checked node n1`.
     nodes: tuple[str, ...] = ()
     #: Files, directories and cgroups that were removed.
     removed: tuple[Path, ...] = ()
