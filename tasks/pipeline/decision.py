@@ -17,6 +17,11 @@ from enum import Enum
 
 from tasks.record.states import RunState
 
+#: Largest number of runs of a stage that wait for their GPUs at the same time. The pipeline creates
+#: further runs when these runs have started. Otherwise the creation of hundreds of runs would keep
+#: the Prefect server busy for minutes, while the first runs end and need the server.
+WAITING_AT_MOST = 32
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRun:
@@ -40,6 +45,8 @@ class StageRun:
     ending: RunState | None
     #: Time with time zone at which the run ended. None if the run has not ended.
     ended_at: datetime | None
+    #: True if the run waits for its GPUs, or for a worker.
+    is_waiting: bool = False
     #: True if a cancellation was requested, and the run has not ended.
     is_cancelling: bool = False
     #: Reason why the pipeline has stopped the run early, or an empty string.
@@ -190,7 +197,9 @@ def decide(
         if stage_failures and not plan.continues:
             failures += stage_failures
         elif may_begin:
-            free = len(missing) if plan.at_most is None else plan.at_most - len(stage_active)
+            free = WAITING_AT_MOST - sum(run.is_waiting for run in stage_active)
+            if plan.at_most is not None:
+                free = min(free, plan.at_most - len(stage_active))
             begins += missing[: max(0, free)]
 
         is_unfinished = missing and not (stage_failures and not plan.continues)

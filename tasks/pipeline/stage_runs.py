@@ -127,6 +127,7 @@ def describe_stage_run(stage: str, number: int, flow_run: FlowRun) -> StageRun:
         message=(state.message if state else None) or "",
         ending=_ENDINGS[state.type] if state is not None and is_final else None,
         ended_at=state.timestamp if state is not None and is_final else None,
+        is_waiting=state is not None and state.is_scheduled(),
         is_cancelling=state is not None and state.is_cancelling(),
         stop_reason=str(flow_run.labels.get(STOP_REASON_LABEL) or ""),
     )

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from tasks.pipeline.decision import (
+    WAITING_AT_MOST,
     Begin,
     PipelineDecision,
     StagePlan,
@@ -219,6 +220,30 @@ def test_matrix_has_at_most_the_allowed_active_points(
     decision = decide([plan("g", points=4, at_most=2)], runs, at(0))
 
     assert begun(decision) == begins
+
+
+@pytest.mark.parametrize(
+    ("waiting", "running", "begins"),
+    [
+        (0, 0, WAITING_AT_MOST),
+        (WAITING_AT_MOST, 0, 0),
+        (WAITING_AT_MOST - 3, 3, 3),
+        (0, 100, WAITING_AT_MOST),
+        (0, 190, 10),
+    ],
+)
+def test_only_some_points_of_a_large_matrix_wait_at_the_same_time(
+    waiting: int, running: int, begins: int
+) -> None:
+    runs = [
+        replace(run(f"g.{number}", 1, None), is_waiting=number > running)
+        for number in range(1, running + waiting + 1)
+    ]
+
+    decision = decide([plan("g", points=200)], runs, at(0))
+
+    assert len(decision.begins) == begins
+    assert not decision.is_over
 
 
 def test_matrix_is_complete_when_all_points_are_complete() -> None:
