@@ -65,9 +65,9 @@ class Rule(BaseModel):
     id: str
     kind: FailureKind
     role: Annotated[Role, BeforeValidator(Role.__members__.get)]
-    #: Pattern that is searched in each log line, without the time, log level and process name at
-    #: the beginning of the line. The pattern must not match across lines. The time for a search
-    #: must be proportional to the length of the line.
+    #: Pattern of the error message. The search in a log line skips the time, log level and process
+    #: name at the beginning of the line. The pattern must not match across lines. The time for a
+    #: search must be proportional to the length of the line.
     pattern: Annotated[re.Pattern[str], BeforeValidator(_compile_alternatives)] = Field(
         alias="patterns"
     )
@@ -184,7 +184,7 @@ def read_lines(text: str) -> list[LogLine]:
     own.
     """
     parsers: defaultdict[str, _TracebackParser] = defaultdict(partial(_TracebackParser, count(1)))
-    #: Index of the last line of each process in `lines`.
+    #: Mapping from a process to the index, in `lines`, of the last line that the process printed.
     last_index: dict[str, int] = {}
     lines: list[LogLine] = []
     for raw in _COLOURS.sub("", text).splitlines():
@@ -329,8 +329,7 @@ def _step_in(message: str) -> int | None:
 LOOKBACK_BYTES = 200_000
 #: Number of bytes at the end of a log that are searched for the last training steps.
 _STEPS_WITHIN_BYTES = 32 << 20
-#: Largest number of lines with a training step that are used. The search for steps stops after this
-#: number of lines.
+#: The search for the last training steps stops after this number of lines that may report a step.
 _MAX_STEPS = 50_000
 _CHUNK_BYTES = 1 << 20
 #: Largest number of bytes that are kept from the middle part of a log. The middle part begins at
@@ -427,8 +426,8 @@ def _find_matches(lines: list[LogLine], rules: Sequence[Rule]) -> Iterator[Cause
 def _drop_consequences(matches: list[Cause], is_consequence: Callable[[str], bool]) -> list[Cause]:
     """Return the matches without those that only report a consequence of the failure.
 
-    If one line of a traceback reports a consequence, all matches in this traceback are omitted.
-    Matches of rules with the role CAUSE are always kept.
+    Matches of rules with the role CAUSE are always kept. Any other match is omitted if its line, or
+    another matching line of its traceback, only reports a consequence.
 
     Args:
         matches: The log lines that match a rule.
@@ -558,19 +557,19 @@ def _decode(data: bytes) -> str:
 
 
 #: Matches the part of a line that may contain a training step. This part begins with a word such as
-#: `step`, or with the characters `%|` of a progress bar, and ends with the line.
+#: `step`, or with the characters `%|` of a progress bar. The part continues to the end of the line.
 _STEP_MARK = re.compile(rb"(?:(?i:step|iter)|%\|)[^\r\n]*")
 _LINE_OF_TEXT = re.compile(rb"[^\r\n]{%d,}" % _SHORTEST_LINE)
 _NUMBER = re.compile(rb"0x[0-9a-fA-F]+|\d+")
 
 
 def _steps_backwards(f: BinaryIO, end: int, begin: int) -> Iterator[tuple[int, int | None]]:
-    """Yield the lines of a log that may report a training step, the last line first.
+    """Search a part of a log backwards, and yield each line that may report a training step.
 
     Args:
         f: The log file.
-        end: Offset in bytes at which the search starts.
-        begin: Offset in bytes at which the search ends.
+        end: Offset in bytes of the end of the searched part.
+        begin: Offset in bytes of the beginning of the searched part.
 
     Yields:
         The offset of the line, and the training step in the line. The step is None if the line
@@ -580,10 +579,10 @@ def _steps_backwards(f: BinaryIO, end: int, begin: int) -> Iterator[tuple[int, i
         chunk_start = max(begin, end - _CHUNK_BYTES)
         f.seek(chunk_start)
         chunk = f.read(end - chunk_start)
-        # Read chunks from the end of the file to its beginning. The first line of a chunk may be
-        # incomplete, so skip this line here. The chunk that is read next lies before this chunk in
-        # the file, and ends with the complete line. If a line is longer than a chunk, each chunk of
-        # the line counts as a line of its own.
+        # Read chunks from the end of the file to its beginning. A chunk may begin in the middle of
+        # a line, so skip the first line of the chunk. The chunk that is read next extends to the
+        # end of the skipped line, and contains the complete line. If a line is longer than a chunk,
+        # each chunk of the line counts as a line of its own.
         first_line = chunk.find(b"\n", 0, -1) + 1 if chunk_start > begin else 0
 
         lines: dict[int, bytes] = {}
@@ -633,8 +632,8 @@ def _read_dissimilar_lines(f: BinaryIO, begin: int, end: int) -> bytes:
                 kept_bytes += len(line) + 1
             while kept_bytes > _MIDDLE_BYTES:
                 kept_bytes -= len(kept.popleft())
-    # Return the incomplete last line, too. The caller appends the part of the log after `end`. That
-    # part begins with the rest of the line.
+    # Return the incomplete last line, too. The caller then appends the part of the log that begins
+    # at `end`. That part begins with the rest of the line.
     return b"".join(kept) + incomplete_line
 
 

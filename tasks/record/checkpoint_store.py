@@ -649,9 +649,14 @@ def _connect(protocol: str) -> Any:
 
 
 def _find_client_fault(protocol: str) -> tuple[str, str] | None:
-    """Return why checkpoints cannot be read with a protocol such as `s3`, and advice to the user.
+    """Check that Muster can read checkpoints with a protocol.
 
-    The result is None if the protocol is known and its Python package can be imported.
+    Args:
+        protocol: Protocol of a URL, such as `s3`.
+
+    Returns:
+        Two texts: the problem, and advice to the user. None if the protocol is known and its Python
+        package can be imported.
     """
     client = _CLIENTS.get(protocol)
     if client is None:

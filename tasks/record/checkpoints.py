@@ -354,10 +354,10 @@ def _why_incomplete(checkpoint: Checkpoint) -> str:
 def _foreign_checkpoints(
     place: RunPlace, number: int, name: str, foreign: Mapping[str, str]
 ) -> Callable[[Checkpoint], str]:
-    """Return a function that says why this run must not use a checkpoint.
+    """Return a function that checks whether this run may use a given checkpoint.
 
-    The argument of the returned function is a checkpoint. The result is a reason, or an empty
-    string if the run may use the checkpoint.
+    The argument of the returned function is the checkpoint. The result is the reason why the run
+    must not use this checkpoint, or an empty string.
 
     Args:
         place: Directory of the run.
@@ -481,10 +481,10 @@ def find_foreign_checkpoints(
 def _set_aside_checkpoints(
     spec: RunSpec, place: RunPlace, number: int, name: str, start: StartFrom
 ) -> dict[str, str]:
-    """Return the run's own checkpoints that later attempts must not use.
+    """Return the checkpoints of a run that must not be used after a retry from an earlier step.
 
-    A person has retried the run from an earlier step, so checkpoints after this step must not be
-    used. If an attempt saves one of these checkpoints again, later attempts may use it.
+    A person has requested this retry. A checkpoint after the earlier step may be used only if an
+    attempt saves the checkpoint again.
 
     Args:
         spec: The spec of the run, in which placeholders are not replaced yet.
@@ -956,10 +956,10 @@ def _is_alarmed(why: str) -> bool:
 def _unfit_checkpoints(
     spec: RunSpec, attempts: Sequence[AttemptRecord]
 ) -> Callable[[Checkpoint], str]:
-    """Return a function that says why no attempt should start from a complete checkpoint.
+    """Return a function that checks whether an attempt may start from a given checkpoint.
 
-    The argument of the returned function is the checkpoint. The result is a reason, or an empty
-    string if an attempt may start from the checkpoint. There are two possible reasons:
+    The argument of the returned function is a complete checkpoint. The result is the reason why no
+    attempt should start from this checkpoint, or an empty string. There are two possible reasons:
 
     - An attempt could not load the checkpoint.
     - The checkpoint was saved during an alarm that ended an attempt.

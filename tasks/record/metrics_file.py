@@ -19,8 +19,8 @@ from tasks.record.tail import Tail
 
 #: Largest number of bytes that one call of `MetricsFile.read_new` reads.
 _CHUNK_BYTES = 1 << 22
-#: Number of bytes at the beginning and at the end of a metrics file that are hashed. The hash is
-#: part of the file's fingerprint.
+#: The fingerprint of a metrics file contains a hash of this number of bytes at the beginning of the
+#: file, and of the same number of bytes at the end of the file.
 _FINGERPRINT_EDGE_BYTES = 256
 
 

@@ -21,8 +21,8 @@ _GROWTH = 2.0
 #: Largest random change of a delay, as a share of the delay. Without a random change, runs that
 #: were requeued at the same time would all be retried at the same time.
 _JITTER = 0.1
-#: Largest exponent of `_GROWTH`, to avoid an overflow of the float. The delay reaches its maximum
-#: with a much smaller exponent.
+#: Largest exponent of `_GROWTH`, to avoid an overflow of the float. The delay before the next
+#: attempt reaches its maximum with a much smaller exponent.
 _MAX_EXPONENT = 64
 #: Delay before a run is retried from an older checkpoint, in seconds.
 _OLDER_CHECKPOINT_DELAY_S = 5.0

@@ -316,9 +316,9 @@ class SafeUnpickler(pickle.Unpickler):
 
 
 def _check_pickle(file: BinaryIO, size: int) -> str:
-    """Return the reason why a pickle is incomplete, or an empty string.
+    """Return the reason why a file that begins with a pickle is incomplete, or an empty string.
 
-    The file may also have PyTorch's format before version 1.6, which begins with a pickle.
+    The files of PyTorch versions before 1.6 begin with a pickle, too.
     """
     if size > _PICKLE_BYTES:
         head = file.read(1 << 16)
