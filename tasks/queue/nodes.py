@@ -90,9 +90,9 @@ def explain_infeasible(demand: Demand, cluster: Cluster, *, only_node: str = "")
     )
 
 
-#: Deadline, in seconds, of a background request for the nodes of a cluster. After a timeout,
-#: requests to a cluster are sent in the background, so that scheduling passes do not wait for the
-#: cluster.
+#: Deadline, in seconds, of a background request for the nodes of a cluster. Background requests are
+#: sent if the cluster did not answer a scheduling pass in time, so that the next scheduling passes
+#: do not wait for the cluster.
 _BACKGROUND_TIMEOUT_S = 30.0
 #: Time, in seconds, between two background requests to a cluster that does not answer.
 _BACKGROUND_INTERVAL_S = 1.0
@@ -182,9 +182,12 @@ class Capacity:
         await self._readers[address].show_demand(bundles, within_s=self.within_s)
 
     async def _read_table_node(self, node: TableNode) -> ClusterNode:
-        """Return the present state of a node in the settings of a work pool.
+        """Return the present state of a node.
 
         The GPUs of the node are read only if the node is this machine.
+
+        Args:
+            node: The node, as the settings of a work pool list it.
         """
         listed_node = ClusterNode(**node.model_dump(), devices=tuple(range(node.gpus)))
         if node.name != host_name():

@@ -45,12 +45,13 @@ from tasks.spec.formatting import join_commas
 GRANT_TIMEOUT_S = 60.0
 #: Longest time, in seconds, until a process that a worker has started appears in /proc.
 _SPAWN_TIMEOUT_S = 2.0
-#: Longest time, in seconds, between two changes of the label HEARTBEAT by the process of a waiting
-#: run. After a longer pause, the process counts as ended, and the run gets no GPUs.
+#: The process of a waiting run regularly changes the label HEARTBEAT. After this number of seconds
+#: without a change, the process counts as ended, and the run gets no GPUs.
 _SILENT_AFTER_S = 4 * grants.HEARTBEAT_EVERY_S
-#: A user can set an active run to Scheduled by hand. If the run still has a live process, this
-#: process sets Running again within this number of seconds. If the state is still Scheduled after
-#: that time, the process counts as ended, and a worker can start the run again.
+#: A user can set an active run to Scheduled by hand. If the run still has a live process, the run's
+#: process sets the state to Running again within this number of seconds. If the state is still
+#: Scheduled after that time, the run's process counts as ended, and a worker can start the run
+#: again.
 _CORRECTED_WITHIN_S = 60.0
 #: A scheduling pass stops reading waiting runs from the server as soon as this number of runs can
 #: start, or could start with more free GPUs.
@@ -79,9 +80,9 @@ class QueueReader:
     _settings: dict[str, PoolSettings] = field(default_factory=dict)
     #: Ids of the flow runs whose complete spec was checked and is valid.
     _valid_specs: set[UUID] = field(default_factory=set)
-    #: Mapping from the id of a flow run that waits in its own process to the last value of its
-    #: label HEARTBEAT, and the monotonic time at which this value was first read. A live process
-    #: changes the label regularly.
+    #: Mapping from flow run id to two values: the last value of the label HEARTBEAT, and the
+    #: monotonic time at which this value was first read. Contains only flow runs that wait in their
+    #: own process. A live process changes the label regularly.
     _heartbeats: dict[UUID, tuple[object, float]] = field(default_factory=dict)
     #: Mapping from the address of a cluster to the snapshot in which the cluster had the most GPUs
     #: so far.
@@ -226,9 +227,10 @@ class QueueReader:
         return scheduling_pass.decide()
 
     def _is_silent(self, entry: QueueEntry) -> bool:
-        """Return True if a run waits in its own process, and that process seems to have ended.
+        """Return True if the process of a waiting run seems to have ended.
 
-        A live process regularly changes the label HEARTBEAT of its flow run.
+        The process counts as ended if it has not changed the label HEARTBEAT of its flow run for
+        more than `_SILENT_AFTER_S` seconds. If the run does not wait in a process, return False.
         """
         heartbeat = entry.flow_run.labels.get(grants.HEARTBEAT)
         if not entry.waits_in_process or heartbeat is None:
@@ -396,8 +398,9 @@ class QueueReader:
             return FailureKind.USER_ERROR, request.fault
         has_waited = entry.state.name == grants.PENDING_RESOURCES
         if has_waited and not entry.waits_in_process:
-            # The cluster was large enough for the run in an earlier scheduling pass, and missing
-            # nodes may return. So return no reason, and the run waits.
+            # The empty reason means that the run is not refused, but continues to wait. The cluster
+            # was large enough for the run in an earlier scheduling pass, and missing nodes may
+            # return.
             return FailureKind.INFEASIBLE, ""
         pools_without_settings = settings.keys() - self._settings.keys()
         is_readable = pool_of(entry, settings) not in pools_without_settings
@@ -496,8 +499,8 @@ def _merge_rules(
 ) -> dict[str, PoolSettings]:
     """Return a mapping from the address of each cluster to the settings for the cluster.
 
-    Several work pools can list a cluster or have runs for it. The settings of all these work pools
-    are merged.
+    The settings for a cluster are merged from all work pools that list the cluster, and from all
+    work pools whose runs request the cluster.
 
     Args:
         entries: The waiting runs and the runs that hold GPUs.
@@ -572,7 +575,7 @@ class QueueView:
     nodes: tuple[ClusterNode, ...]
     #: Mapping from a tag with a GPU limit to two numbers: the GPUs in use, and the limit.
     tags: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    #: Names of the queues of the work pool that are paused.
+    #: Names of the paused queues of the work pool.
     paused_queues: tuple[str, ...] = ()
     #: Nodes that Muster itself has drained because runs failed on them.
     faulty: tuple[FaultyNode, ...] = ()

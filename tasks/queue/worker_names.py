@@ -42,14 +42,14 @@ def name_variable(pool: str, worker: str) -> str:
 
 
 def read_other_worker(value: object) -> str:
-    """Return the second of two live workers with the same name, as recorded in a Prefect variable.
+    """Read from a Prefect variable whether two live workers have the same name.
 
     Args:
-        value: Value of the variable. One of the two workers has written this value.
+        value: Value of the variable. A worker with this name has written this value.
 
     Returns:
-        Host and process id of the worker that did not write the value. Empty if only one live
-        worker has the name.
+        Host and process id of the other worker, which did not write the value. Empty if only one
+        live worker has the name.
     """
     other = value.get("other") if isinstance(value, dict) else ""
     return other if isinstance(other, str) else ""
@@ -92,9 +92,9 @@ class WorkerName:
         writer = value.get("process") if isinstance(value, dict) else None
 
         # All workers with the same name write their host and process id into the same Prefect
-        # variable. If the variable names another process after this process has written it, the
-        # other process is a second live worker. Before the first write, ignore the variable,
-        # because it may name a process that has ended.
+        # variable. If this process has written the variable, and the variable now names another
+        # process, the other process is a second live worker. If this process has not written the
+        # variable yet, ignore the variable, because it may name a process that has ended.
         if self._has_written and isinstance(writer, str) and writer != self._process:
             self._other = writer
             self._quiet_syncs = 0
