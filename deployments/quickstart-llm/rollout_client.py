@@ -28,8 +28,8 @@ _RETRY_EVERY_S = 0.5
 _ORDER_WITHIN_S = 30.0
 #: Number of seconds without a connection after which a gateway counts as gone.
 _GONE_AFTER_S = 10.0
-#: Seconds that this client waits for the gateway's answer, in addition to the gateway's timeout for
-#: the engines. So the client receives the gateway's report about a timeout of an engine.
+#: This client waits for the gateway this number of seconds longer than the gateway waits for the
+#: engines. So if an engine does not answer in time, the client receives the gateway's report.
 _MARGIN_S = 15.0
 
 

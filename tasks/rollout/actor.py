@@ -116,8 +116,8 @@ class ServerActor:
                 stdout=log,
                 stderr=log,
                 cwd=cwd if os.path.isdir(cwd) else self._directory,
-                # With `none`, the wrapper passes each signal on to the server. With a signal name,
-                # the wrapper would ignore that signal, and expect Ray to send it to the server.
+                # If RAY_JOB_STOP_SIGNAL named the stop signal, the wrapper would expect Ray to send
+                # this signal to the server. With `none`, the wrapper itself sends the signal.
                 env={**os.environ, **env, "RAY_JOB_STOP_SIGNAL": "none"},
                 start_new_session=True,
             )
@@ -224,10 +224,10 @@ class ServerActor:
         return self._process is not None and self._process.poll() is None
 
     async def read_log(self, offset: int) -> bytes:
-        """Return at most 1 MiB of the server's log, or empty bytes at its end.
+        """Return at most 1 MiB of the server's log, or empty bytes at the end of the log.
 
-        The call also frees the disk space of the log before `offset`, except for the last 16 KiB.
-        So the log does not fill the disk of this node.
+        The call also frees the disk space of the part before `offset`, but keeps the last 16 KiB of
+        this part. So the log does not fill the disk of this node.
 
         Args:
             offset: Number of bytes at the start of the log that the caller has read already.
@@ -289,9 +289,11 @@ class PortKeeper:
         return [self._reserved[name].numbers[name] for name in names]
 
     async def release(self, names: Sequence[str]) -> None:
-        """Unbind the ports of some names, so that servers can bind them.
+        """Unbind the ports of some servers or engines, so that servers can bind these ports.
 
-        Names without a reserved port are ignored.
+        Args:
+            names: Names of servers or engines, such as `server.0`. Names without a reserved port
+                are ignored.
         """
         for name in names:
             if (reserved := self._reserved.get(name)) is not None:
@@ -346,8 +348,8 @@ def _list_children(pid: int) -> list[int]:
 
 def _can_be_bound(port: int) -> bool:
     with socket.socket() as probe_socket:
-        # Servers set this option, too. Without the option, a port cannot be bound while connections
-        # of an earlier server are in the state TIME_WAIT.
+        # Set SO_REUSEADDR, as servers do. Without this option, a port cannot be bound while
+        # connections of an earlier server are in the state TIME_WAIT.
         probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe_socket.bind(("", port))

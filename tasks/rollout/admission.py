@@ -25,24 +25,23 @@ _log = logging.getLogger(__name__)
 #: Limit of open files that the gateway sets for its process. Each request needs two files: one for
 #: the client's connection and one for the server's connection.
 _OPEN_FILES = 65536
-#: Number of open files that client connections must leave free for other work, such as logs and
+#: Number of open files reserved for work other than client connections, such as writing logs and
 #: reading /proc.
 _KEPT_FILES = 256
-#: Of the files that the gateway may have open at the same time, this number is reserved for each
-#: server. The reserved files are needed for the start of the server, for its guardian process, and
-#: for health probes.
+#: Number of open files reserved for each inference server. The start of the server, its guardian
+#: process and its health probes need these files.
 _KEPT_FILES_EACH = 8
 #: Largest number of connections without an authorized request, if the gateway requires a token.
 _STRANGERS = 8192
-#: Limit for a single user or address if the gateway requires a token: the largest number of
-#: connections without an authorized request.
+#: Largest number of connections that a single user or address may have open before an authorized
+#: request arrives on them. This limit applies if the gateway requires a token.
 _STRANGERS_EACH = 4096
 #: Largest number of connections of other users, if the gateway requires no token. Other users are
 #: all users except root and the user of this process. The gateway answers all requests of other
 #: users with an error.
 _REFUSED_STRANGERS = 256
-#: Limit for a single user or address if the gateway requires no token: the largest number of
-#: connections. The limit does not apply to root and the user of this process.
+#: Largest number of connections from a single user or address, if the gateway requires no token.
+#: The limit does not apply to root and the user of this process.
 _REFUSED_STRANGERS_EACH = 64
 #: Smallest number of seconds between two log messages about closed connections.
 _LOG_EVERY_S = 10.0
@@ -248,9 +247,8 @@ def user_of_connection(
 def _network_of(host: str) -> str:
     """Return the key under which connections from a host are counted.
 
-    The key of an IPv4 or loopback address is `address ADDRESS`. The key of another IPv6 address is
-    `network NETWORK`, with its /64 network, because a single host may own all addresses of this
-    network.
+    The key of an IPv4 or loopback address is `address ADDRESS`. All other IPv6 addresses of a /64
+    network share the key `network NETWORK`, because a single host may own the whole network.
     """
     address = ip_address(host.partition("%")[0])
     if address.version == 6 and not address.is_loopback:

@@ -57,8 +57,8 @@ EXIT_NOT_STARTED = 2
 _OWN_VARIABLES = (PLAN_ENV, "NOTIFY_SOCKET", "WATCHDOG_USEC")
 #: Seconds that this process waits, at its end, until the last events are on the disk.
 _WRITTEN_WITHIN_S = 2.0
-#: When the fleet is stopped, the gateway waits this number of seconds for the answers to open
-#: requests. Then it answers the requests with an error.
+#: When the fleet is stopped, the gateway waits this number of seconds for the end of unfinished
+#: requests. Then the gateway answers the remaining requests with an error.
 _ANSWERS_WITHIN_S = 2.0
 #: Libraries with long logs. Only their warnings are logged.
 _VERBOSE_LIBRARIES = ("httpx", "httpcore", "asyncio", "ray")
@@ -113,8 +113,8 @@ class Places:
         Args:
             plan: Plan of the fleet.
             host: The `ServerHost` that runs the servers.
-            **device_fields: Arguments `devices` and `kind` of `Addresses`: the GPUs that a local
-                fleet may use. Empty for a fleet on Ray.
+            **device_fields: Arguments for `Addresses`: `devices` lists the GPUs that a local fleet
+                may use, and `kind` is the kind of these GPUs. Empty for a fleet on Ray.
         """
         self._plan = plan
         self._host = host
