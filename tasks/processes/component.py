@@ -551,8 +551,8 @@ class RunningComponent(ABC):
                 misses = 0
                 continue
             if isinstance(reason, NotChecked):
-                # This process lacked resources for the check, so the check does not count as
-                # failed.
+                # The component was not checked, because this process lacked resources. So emit the
+                # event, but do not increase `misses`.
                 self._emit("probe.failed", self.name, reason=reason, misses=misses, probe="live")
                 continue
             misses += 1

@@ -60,8 +60,8 @@ _SPAWN_WITHIN_S = 30.0
 #: Time limit in seconds for sending the description of a command to a guardian process, and for an
 #: answer of the process that forks guardian processes.
 _ORDER_WITHIN_S = 2.0
-#: Seconds that a guardian process needs after the grace period to kill the process tree and to
-#: report the processes that survived.
+#: Longest time, in seconds, from the end of the grace period until a guardian process has killed
+#: the process tree and reported the processes that survived.
 KILL_WITHIN_S = 8.0
 #: Seconds between two checks of a command's children after the guardian process of the command was
 #: killed.
@@ -86,8 +86,8 @@ class Command:
     stop_signal: int = signal.SIGTERM
     #: Seconds from the stop signal to SIGKILL.
     grace_s: float = 10.0
-    #: If this number is set, the children of the program get the stop signal first. The program
-    #: itself gets the signal when all its children have ended, or after this number of seconds. Use
+    #: Longest time, in seconds, to wait for the end of the program's children. The children get the
+    #: stop signal before this wait, and the program itself gets the signal after this wait. Use
     #: this setting for a program whose children may outlive the program. If None, the program gets
     #: the signal first, and children that outlive the program are stopped at once.
     children_grace_s: float | None = None
@@ -332,9 +332,8 @@ class GuardedProcess:
             tag: Variables that identify the run, for the guardian's environment.
             namespace: PID namespace of the guardian and the command. If None, both run in the
                 namespace of this process.
-            ended_processes: List that collects the processes whose pidfds have reported their end,
-                in the order of these reports. Pass the same list for processes whose end times are
-                compared.
+            ended_processes: List to which the process is appended when a pidfd reports the end of
+                the process. Pass the same list for processes whose end times are compared.
             template: Helper process that forks the guardian. The guardian then has the variables of
                 the helper process, and `tag` is ignored. If None, the guardian is started as a
                 new process.
@@ -625,8 +624,9 @@ class GuardedProcess:
         self._forget_leader()
         at_s = min(status.at_monotonic_s, self._leader_gone_s)
         _resolve(self.exited, replace(status, at_monotonic_s=at_s))
-        # Pidfds may report ends late, but in the right order. So the processes in `earlier` ended
-        # before this process, and their recorded end times must be earlier, too.
+        # `earlier` contains the processes whose end was reported before the end of this process. A
+        # report may be late, but the order of the reports is right. So the recorded end times of
+        # the processes in `earlier` must be before the end of this process.
         earlier = self._ended_processes
         if self in earlier:
             earlier = earlier[: earlier.index(self)]

@@ -193,8 +193,8 @@ class Guardian:
             with contextlib.suppress(OSError):
                 cgroup.put(self._order.cgroup, pid)
                 self._cgroup = self._order.cgroup
-        # `pidfd_open` fails if the new process has already ended with an error. `tree.spawn` then
-        # raises that error.
+        # `pidfd_open` fails if the new process has already ended. Ignore this failure, because
+        # `tree.spawn` raises the error that ended the process.
         with contextlib.suppress(OSError):
             pidfd = os.pidfd_open(pid)
             self._channel.send("forked", pidfd, is_in_cgroup=self._cgroup is not None)
@@ -338,7 +338,10 @@ class Guardian:
             tree.stop_group(self._first_process, self._order.stop_signal)
 
     def _delay_kill(self, for_s: float) -> None:
-        """Send SIGKILL no sooner than `for_s` seconds from now, if it was not sent yet."""
+        """Postpone a planned SIGKILL, so that it is sent no sooner than `for_s` seconds from now.
+
+        If no SIGKILL is planned, or if SIGKILL was already sent, do nothing.
+        """
         if self._kill_at is not None and self._kill_rounds is None:
             self._kill_at = max(self._kill_at, time.monotonic() + for_s)
 

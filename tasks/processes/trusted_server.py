@@ -116,7 +116,8 @@ def require_trusted_listener(host: str, port: int) -> None:
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
-        return  # The client reports the unknown name itself.
+        # The host name cannot be resolved. The later attempt to connect reports this error.
+        return
     for *_, address in addresses:
         target = _parse_address(str(address[0]))
         if is_address_of_this_machine(target):
@@ -183,7 +184,7 @@ def _require_trusted_users(where: str, listeners: Iterable[ListeningSocket]) -> 
 
 
 def _format_unknown_user(where: str, why: str) -> str:
-    """Return the error message for a server if it is unknown which user runs the server."""
+    """Return the error message for a server whose user is unknown."""
     return f"the user of the server at {where} is unknown ({why}). No data was sent. Try again"
 
 
