@@ -233,7 +233,10 @@ def _format_time(epoch_s: float) -> str:
 
 
 def _open_place() -> StackPlace:
-    """Let stop signals interrupt this command, and return the stack directory of MUSTER_HOME."""
+    """Return the stack directory of MUSTER_HOME.
+
+    After this call, stop signals interrupt the command.
+    """
     interrupt_on_signals()
     return StackPlace.of_home()
 
@@ -391,7 +394,7 @@ def _refuse_other_port(stack: Stack, port: int | None) -> None:
 
 
 def _refuse_other_fleet(stack: Stack, fleet: Fleet | None) -> None:
-    """Raise StackError if the stack has other Ray nodes than `fleet`.
+    """Raise StackError if the Ray nodes of the stack differ from `fleet`.
 
     Args:
         stack: The running stack.

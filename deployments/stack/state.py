@@ -35,8 +35,8 @@ RAY = "ray-head"
 #: the Ray cluster counts the node as alive.
 RAYLET_HEALTH = "/api/local_raylet_healthz"
 
-#: Time limit, in seconds, for stopping all parts of the `muster up` stack, and for the cleanup. The
-#: time that the runs of the stack need to end is added to this limit.
+#: Time limit, in seconds, for stopping all parts of the `muster up` stack, and for the cleanup. If
+#: runs are active, the time limit for stopping these runs is added.
 STOP_WITHIN_S = 180.0
 #: Longest time, in seconds, that a command waits for a stack that `muster up` is starting. A usual
 #: start takes less than a minute.
@@ -218,7 +218,7 @@ class StackPlace:
         return self.directory.parent / "prefect"
 
     def log(self, name: str) -> Path:
-        """Return the log file of the program of the `muster up` stack with the given name."""
+        """Return the log file of the named program of the `muster up` stack."""
         return self.logs / f"{name}.log"
 
     def load(self) -> Stack | None:
@@ -318,9 +318,9 @@ class StackPlace:
     def no_supervisor(self, limit_s: float = STOP_WITHIN_S) -> AbstractContextManager[int]:
         """Wait until no supervisor process of this stack runs, and prevent a new supervisor.
 
-        Every supervisor process holds an exclusive lock on a file until its end. The returned
-        context manager takes this lock. While the context is open, only a child process that
-        inherits the file descriptor of the lock can become a supervisor.
+        Every supervisor process holds an exclusive lock on a file until the process ends. The
+        returned context manager takes this lock. While the context is open, only a child process
+        that inherits the file descriptor of the lock can become a supervisor.
 
         Args:
             limit_s: Longest time to wait for the end of the current supervisor, in seconds.
@@ -360,7 +360,7 @@ class StackPlace:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     # Check that the locked file is still the file at `path`. If another process has
                     # replaced the file, the lock on the old file has no effect, because other
-                    # processes lock the new file. Then try again with the new file.
+                    # processes lock the new file. In this case, try again with the new file.
                     is_locked = is_at(lock.fileno(), path)
                 except BlockingIOError:
                     is_locked = False
