@@ -13,7 +13,7 @@ from tasks.upkeep.reconcile import publish, reconcile_host
 def reconcile() -> State[None]:
     """Clean up after killed runs of this host, record the end of each run, and publish a report.
 
-    Runs with a living process and waiting runs are not changed. Several flow runs of `reconcile`
+    Waiting runs and runs with a living process are not changed. Several flow runs of `reconcile`
     may run at the same time.
     """
     report = reconcile_host()

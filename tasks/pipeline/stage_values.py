@@ -24,8 +24,8 @@ from tasks.spec.placeholders import BEST, POINT, RESULT, RESULTS, RUN_DIR, RUN_I
 class StageValues:
     """The values that stages have produced for placeholders and conditions of later stages.
 
-    An instance is a snapshot of the runs and states. The pipeline takes a snapshot before each
-    decision about the next runs.
+    The values are computed from a snapshot of the stages and their runs. The pipeline takes a new
+    snapshot before each decision about the next runs.
     """
 
     spec: PipelineSpec
@@ -134,9 +134,10 @@ class StageValues:
     def find_best(self, name: str) -> str | None:
         """Return the name `STAGE.N` of the best run of a parameter sweep, or None if unknown.
 
-        - Only runs with a number in `read_figures` are compared.
-        - A completed run is better than every run that was stopped early.
-        - Until all runs of the sweep have ended, only completed runs are compared.
+        - Runs without a number in the result of `read_figures` are ignored.
+        - If a run has completed, the best completed run is returned.
+        - If no run has completed, the best run that was stopped early is returned, but only after
+          all runs of the sweep have ended.
         """
         stage = self.spec.stage(name)
         assert stage.best is not None

@@ -76,8 +76,8 @@ def renew_in_thread(renew: Callable[[threading.Event], None]) -> Iterator[None]:
     """Call a function in a thread while the context is open.
 
     Args:
-        renew: Function that renews a lease until its argument, an event, is set. The event is set
-            at the end of the context.
+        renew: Function that renews a lease until an event is set. The argument of the function is
+            this event. The event is set at the end of the context.
     """
     is_over = threading.Event()
     # The thread needs the context variables, because they contain Prefect's settings.

@@ -345,8 +345,8 @@ _PHASE_COLORS = {
     "ready": "#2da44e",
     "failed": _FAILED_COLOR,
 }
-#: Shortest wait before an attempt, in seconds, that the timeline mentions. A shorter wait is
-#: usually only the time in which the flow process starts.
+#: The timeline mentions a wait before an attempt only if the wait lasted at least this number of
+#: seconds. A shorter wait is usually only the time in which the flow process starts.
 _MIN_SHOWN_WAIT_S = 5.0
 #: Units of the time axis with their length in seconds, longest first.
 _UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
@@ -522,9 +522,9 @@ NAMES = (
     "train/reward",
     *_LOSSES,
 )
-#: Mapping from the workload of a run to metrics that are preferred to those in `NAMES`. For a
-#: reward model (`rm`), a loss is preferred, because the rewards from the model do not show how good
-#: the model is.
+#: Preferred metrics for each workload, best first. The metrics in `NAMES` come after these metrics.
+#: For a reward model (`rm`), a loss is preferred, because the rewards from the model do not show
+#: how good the model is.
 _FIRST_NAMES: Mapping[str, tuple[str, ...]] = {
     "dpo": ("rewards/margins", "train/rewards/margins", *_LOSSES),
     "rm": _LOSSES,
@@ -577,14 +577,15 @@ class Figures:
         Args:
             path: The metrics file, with one JSON object per line. It need not exist yet.
             step: Key of the step in a line. Dots separate nested keys.
-            names: Names of metrics, best first. The first line that contains one of these metrics
-                decides which metric is collected.
+            names: Names of metrics, best first. Only one metric is collected: the best metric in
+                the first line that contains any of these metrics.
             take: Function that is called with the step and the content of each line that has a
                 step.
             earlier: Values from earlier attempts of the run, as `earlier[metric][step]`.
         """
         self.path = path
-        #: Name of the collected metric. Empty before the first finite value of a metric.
+        #: Name of the collected metric, which is one of `names`. Empty until a line with a finite
+        #: value has decided which metric is collected.
         self.name = ""
         self._step_key = step
         self._names = names

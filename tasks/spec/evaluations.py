@@ -123,9 +123,9 @@ def check_evaluations(written: Mapping[str, Any]) -> Iterator[Refusal]:
 
 
 def _check_place(written: Mapping[str, Any], evaluation: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield the faults of an evaluation that depend on its place, which is in the key `on`.
+    """Check that an evaluation can run at its place, and yield the faults.
 
-    The place is a Ray node, or the worker's host.
+    The place is a Ray node or the worker's host. The key `on` of the evaluation sets the place.
 
     Args:
         written: The run spec as the user wrote it.

@@ -32,7 +32,10 @@ class _Import:
 
 
 class ImportFinder:
-    """Finds the modules of a project that its scripts import. Each file is parsed only once."""
+    """Finds the modules that the scripts of a project import from the same project.
+
+    Each file is parsed only once.
+    """
 
     def __init__(self, root: Path, read: Callable[[Path], str]) -> None:
         """

@@ -58,8 +58,8 @@ _CHECK_EVERY_S = 5.0
 _CHECK_STORE_EVERY_S = 30.0
 #: Seconds between two checks whether the first attempt of the run has started.
 _AWAIT_ATTEMPT_EVERY_S = 0.5
-#: After the training, the last evaluations are created. If the training was cancelled, all
-#: evaluations are cancelled instead. Either step may take at most this number of seconds.
+#: Time limit, in seconds, for creating the last evaluations after the end of the training. If the
+#: training was cancelled, this is the time limit for cancelling all evaluations.
 _END_TIMEOUT_S = 15.0
 #: Longest wait in seconds, at the end of an evaluation, until the training's page in the Prefect UI
 #: is updated.
@@ -259,9 +259,9 @@ class Evaluator:
         ]
         noted = add_checkpoints(content, complete, len(record.attempts))
         if noted != content or not run.place.evaluations.exists():
-            # Write this file before any request to the Prefect server. The spec key `keep` lets
-            # Muster delete only checkpoints that this file lists. The deletion must also work if
-            # the server does not answer.
+            # Write this file before any request to the Prefect server, so that the file is complete
+            # even if the server does not answer. Otherwise, superfluous checkpoints could fill the
+            # disk, because Muster does not delete a checkpoint that is missing in this file.
             noted.write(run.place)
         if any(one.state.is_active for one in noted.evaluations):
             with self._connect() as client:

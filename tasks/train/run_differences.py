@@ -32,9 +32,10 @@ _CODE_PROPERTIES = ("tree", "project", "commit", "diff")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The properties of two attempts, which are compared.
+    """The compared properties of two attempts.
 
-    If a run has not started, the properties of its submitted spec and code are used.
+    A run that has not started has no attempt. For this run, the properties of the submitted spec
+    and code are compared.
     """
 
     #: Mapping from dotted property names, such as `spec.env.SEED`, to the values in the first
@@ -140,8 +141,8 @@ def _describe_argument(option: str, old: str, new: str) -> str:
     """Return a text with the old and the new value of an argument.
 
     Args:
-        option: The argument before the changed argument. If `option` is the name of an option, such
-            as `--lr`, the text begins with this name.
+        option: The argument before the changed argument, or an empty string. If this argument is an
+            option such as `--lr`, the text begins with `lr`.
         old: The argument in the first attempt.
         new: The argument in the second attempt.
     """
@@ -349,7 +350,8 @@ def _flatten_provenance(provenance: Mapping[str, object]) -> dict[str, object]:
 def _read_comparable_spec(place: RunPlace, attempt: AttemptRecord) -> object:
     """Return the spec of an attempt, with placeholders instead of paths, ports and the run id.
 
-    These values differ between any two attempts, so a comparison must not list them.
+    Paths, ports and run ids can differ although two specs are the same. A comparison must not list
+    these differences.
     """
     placeholders = {
         str(place.attempt(attempt.number).directory): "${attempt.dir}",
