@@ -73,8 +73,8 @@ _WORKERS_INTERVAL_S = 10.0
 #: Name of a work pool, and the name of one of its queues. The second name is None for the whole
 #: work pool. Work pools and queues can have concurrency limits.
 PoolOrQueue = tuple[str, str | None]
-#: An object with a concurrency limit: a work pool, a queue of a work pool, or the id of a
-#: deployment.
+#: Identifier of an object with a concurrency limit: a `PoolOrQueue` for a work pool or one of its
+#: queues, or the id of a deployment.
 Limited = PoolOrQueue | UUID
 
 
@@ -274,8 +274,8 @@ class QueueEntry:
     def only_node(self) -> str:
         """Name of the only node whose GPUs the run can use. Empty if the run can use several nodes.
 
-        If a run without Ray already has a waiting process, the run can use only the GPUs of the
-        host of that process.
+        If the run does not use Ray, and its process has already started and waits for GPUs, the run
+        can use only the GPUs on the host of that process.
         """
         is_bound_to_host = self.waits_in_process and self.has_gang_without_ray
         return str(self.flow_run.labels.get(HOST) or "") if is_bound_to_host else ""
@@ -332,7 +332,7 @@ class Pool:
         return self.work_pool.name
 
     def queue_of(self, flow_run: FlowRun) -> WorkQueue | None:
-        """Return the queue of this work pool that contains a flow run, or None if there is none.
+        """Return the queue of a flow run, or None if no queue of this work pool contains the run.
 
         A flow run whose own queue was deleted is in the default queue of its work pool.
         """
@@ -397,8 +397,8 @@ class Ledger:
                 active_runs.update(entry.pool_and_queue)
             if entry.deployment is not None:
                 active_runs[entry.deployment] += 1
-        # Use the larger of two numbers, because the server may already count a run that has started
-        # since this snapshot was read.
+        # A run may have started since this snapshot was read, and the server may already count it.
+        # So use the server's number if it is larger than the number from the snapshot.
         for deployment, limit in self.deployment_limits.items():
             active_runs[deployment] = max(active_runs[deployment], limit.active)
         return active_runs
@@ -459,10 +459,10 @@ class LedgerReader:
             waiting += await self.pages(flow_runs=recently_due, work_pools=of_gang_pools)
         else:
             if not self._rows:
-                # Put the runs that hold GPUs into the empty cache. A run may be requeued after the
-                # waiting runs are read, but before the runs with GPUs are read again. Then neither
-                # list contains the run. So this method later requests each cached run that is in
-                # neither list.
+                # Put the runs that hold GPUs into the empty cache. One of these runs may be
+                # requeued after `waiting` is read and before `holding` is read. Then neither of
+                # these two lists contains the run. But the cache contains the run, and this method
+                # requests each cached run that is in neither list.
                 await self._read_holding()
             waiting, is_cut = await self._read_waiting(pools.values())
             waiting += await self._read_without_queue(pools)
@@ -473,8 +473,8 @@ class LedgerReader:
         for start in range(0, len(missing), _PAGE):
             page_filter = {"id": {"any_": missing[start : start + _PAGE]}, **_make_due_filter()}
             page = await self._read_flow_runs(flow_runs=page_filter)
-            # The events also name flow runs of other work pools, such as pipelines. These flow runs
-            # are not runs of the queue.
+            # The page may also contain flow runs of other work pools, for example the flow runs of
+            # pipelines. Leave these flow runs out, because they are not runs of the queue.
             flow_runs |= {
                 flow_run.id: flow_run
                 for flow_run in page
@@ -518,7 +518,10 @@ class LedgerReader:
         return pools
 
     async def _read_online_workers(self, pool: str) -> frozenset[str]:
-        """Return the names of a work pool's online workers. A cached list may be 10 s old."""
+        """Return the names of a work pool's online workers.
+
+        The names may come from a cache. Cached names are at most 10 s old.
+        """
         names, read_at = self._workers.get(pool, (frozenset[str](), -math.inf))
         if time.monotonic() - read_at < _WORKERS_INTERVAL_S:
             return names
@@ -566,8 +569,9 @@ class LedgerReader:
         flow_runs = await self.pages(flow_runs=due, flows=train_flow)
         lost = [flow_run for flow_run in flow_runs if has_lost_queue(flow_run)]
         # The cache now also contains flow runs of work pools that are not of type `gang`. Remove
-        # these flow runs from the cache. Otherwise `read` would take these flow runs for missing
-        # runs of the queue, and request them again.
+        # these flow runs from the cache. Otherwise `read` would request them again. The reason is
+        # that `read` requests each cached flow run that is neither in its list of waiting runs nor
+        # in its list of runs with GPUs.
         lost_ids = {flow_run.id for flow_run in lost}
         for flow_run in flow_runs:
             if flow_run.id not in lost_ids and flow_run.work_pool_name not in pools:
@@ -608,12 +612,12 @@ class LedgerReader:
         holding = {"state": {"type": {"any_": HELD}}}
         handed_over = {"state": {"name": {"any_": [JOBS_GO_ON]}}}
         train_flow = {"name": {"any_": [FLOW]}}
-        # Send the requests one after the other. Simultaneous requests would block other clients of
-        # a server on SQLite, which has few connections.
+        # Send the requests one after the other. A Prefect server on SQLite has few database
+        # connections, so simultaneous requests would block other clients.
         of_flow = await self.pages(flow_runs=holding, flows=train_flow)
         of_pools = await self.pages(flow_runs=holding, work_pools={"type": {"any_": [TYPE]}})
-        # A run that was handed over has no process now, but its Ray jobs keep its GPUs. The flow
-        # run is Scheduled until a worker starts the next process.
+        # Also read the runs that wait for a new process while their Ray jobs keep their GPUs. Such
+        # a flow run is Scheduled, so the requests above do not return it.
         resumable = await self.pages(flow_runs=handed_over, flows=train_flow)
         return [*of_flow, *of_pools, *(run for run in resumable if is_handed_over(run))]
 
@@ -686,9 +690,10 @@ def has_lost_queue(flow_run: FlowRun) -> bool:
     if flow_run.work_queue_id is not None or flow_run.deployment_id is None:
         return False
     # The flow run has no queue. Either the queue was deleted, or the deployment has no work pool.
-    # After the deletion of a queue, the flow run still contains the name of the queue, unless the
-    # queue was a default queue. So also return True if a worker of type `gang` has started the flow
-    # run, or if Muster's scheduler has set its state.
+    # If the queue was deleted, the flow run usually still contains the name of the queue. The name
+    # is missing if the queue was a default queue. To recognise a flow run of a deleted default
+    # queue, check two other facts: a worker of type `gang` has started the flow run, or Muster's
+    # scheduler has set its state.
     was_started_by_muster = flow_run.labels.get(TYPE_LABEL) == TYPE
     state = state_of(flow_run)
     waits_for_muster = state.is_scheduled() and state.name == PENDING_RESOURCES
@@ -714,8 +719,8 @@ def _find_priority(queue: WorkQueue | None, pools: Iterable[Pool]) -> int:
     """Return the priority of a run. 1 is the highest priority.
 
     Args:
-        queue: The queue of the run. None for a run without a queue, which gets the priority of the
-            first queue with the name `default`.
+        queue: The queue of the run. None if the run has no queue. The run then gets the priority of
+            the first queue with the name `default`.
         pools: All work pools of type `gang`.
     """
     if queue is not None:

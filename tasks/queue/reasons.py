@@ -61,9 +61,10 @@ class Message:
 
 
 def steady_part(text: str) -> str:
-    """Return the message of a waiting run without the details at its end that change often.
+    """Return the message of a waiting run without the details that change often.
 
-    The scheduler rewrites the state of the run only if this part of the message has changed.
+    These details are the free GPUs, and the error of a Ray cluster that does not answer. The
+    scheduler rewrites the state of the run only if the rest of the message has changed.
     """
     return text.partition(FREE_NOW)[0].partition(_SILENT)[0]
 
@@ -296,7 +297,7 @@ def no_answer_message(demand: Demand | None, address: str, error: object) -> Mes
     Args:
         demand: GPUs and CPUs that the run needs.
         address: Address of the run's Ray cluster. CLUSTER_OF_POOL if the spec names no address.
-            Empty if the run uses nodes without Ray that its work pool lists.
+            Empty if the run does not use Ray. The run's work pool then lists the nodes.
         error: Cause of the failure.
     """
     cause = one_line(error)
@@ -309,14 +310,14 @@ def no_answer_message(demand: Demand | None, address: str, error: object) -> Mes
 
 
 def is_part_of_reason(problem: str, reason: str) -> bool:
-    """Return True if the reason of a waiting run already contains the cause of a problem.
+    """Return True if the explanation for a waiting run already contains the cause of a problem.
 
-    In that case the problem need not be shown next to the reason.
+    In that case the problem need not be shown next to the explanation.
 
     Args:
         problem: Text about a problem of the queue, such as `http://10.0.0.1:8265: timed out`.
-        reason: Reason of the waiting run, which `explain_wait` or another function of this module
-            returned.
+        reason: Explanation for the waiting run, which `explain_wait` or another function of this
+            module returned.
     """
     _, _, cause = problem.partition(": ")
     return bool(cause) and one_line(cause) in reason

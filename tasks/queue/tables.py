@@ -247,8 +247,9 @@ def _print_other_columns(row: Row, columns: Sequence[str]) -> Iterator[Renderabl
     """Yield a line with those cells of a row that do not fit into the table.
 
     Args:
-        row: The row.
-        columns: Names of the columns of the table. The cells of these columns are left out.
+        row: The row with all its cells.
+        columns: Names of the columns that fit into the table. The line contains only the cells of
+            other columns.
     """
     cells = {name: one_line(str(cell)) for name, cell in row.items() if name not in columns}
     if texts := [f"{name} {cell}" for name, cell in cells.items() if cell != "-"]:
