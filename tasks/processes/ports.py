@@ -45,10 +45,12 @@ _FORWARDERS = frozenset({"docker-proxy", "rootlessport", "slirp4netns", "pasta"}
 
 
 def port_key() -> bytes:
-    """Return the secret of this MUSTER_HOME for `lock_name`. Create the secret if it is missing.
+    """Return the secret key of this MUSTER_HOME. Create the key if it is missing.
+
+    `lock_name` uses the key to hide port numbers in the names of Unix sockets.
 
     Raises:
-        OSError: The secret can be neither read nor created.
+        OSError: The key can be neither read nor created.
     """
     # Import the module here and not at the top. Ray sends this file to nodes without Muster, and
     # the import would fail there.
@@ -232,8 +234,8 @@ class Listener:
         """True if the process is in another PID namespace, which root has created.
 
         Without root's rights, a PID namespace can be created only inside a new user namespace. So
-        the process and the calling process share a user namespace only if root has created the PID
-        namespace.
+        if the process is in another PID namespace, but in the user namespace of the calling
+        process, root has created the PID namespace.
         """
         own = Path("/proc/self/ns")
         other = Path(f"/proc/{self.pid}/ns")

@@ -219,8 +219,9 @@ class ProcessComponent(RunningComponent):
 
     async def end(self) -> tuple[str, ...]:
         if self.pid is not None and self._diagnosis is None:
-            # Request the stop first, because the rest of this method takes about a millisecond. A
-            # component that hangs is stopped later, because its call stacks are collected first.
+            # This component does not hang. Request its stop now, because the next steps take about
+            # a millisecond. If a component hangs, its stop is requested only below, after its call
+            # stacks have been collected.
             self.process.stop()
         await self.tasks.cancel()
         if self._descendants is not None:
@@ -234,8 +235,8 @@ class ProcessComponent(RunningComponent):
         async with self._diagnosis.collecting_output() if self._diagnosis else nullcontext():
             self.process.stop()
             await self._context.guards.end(self.process, self.plan.command.ends_within_s)
-            # A call of `launch` may still be waiting for the start of the process. Because the
-            # process has ended, this call returns now. Wait for its return.
+            # If a call of `launch` is still active, it returns now, because the process has ended.
+            # Wait for its return.
             await self._launch_is_over.wait()
             await self._running.aclose()
             pids = self.process.leftover_pids

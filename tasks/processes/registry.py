@@ -152,8 +152,9 @@ class _Entry(_Model):
 class ProcessEntry(_Entry):
     """Registry entry of a component that runs on this machine or is about to be started here.
 
-    A component may start further guardian processes itself, for example for the servers of a
-    rollout. Each of these guardians has its own entry with the name `COMPONENT.PART`.
+    Each component has a guardian process. A component may start additional guardians itself, for
+    example for the servers of a rollout. Each additional guardian has its own entry with the name
+    `COMPONENT.PART`.
     """
 
     kind = "component"
@@ -449,8 +450,8 @@ class LostRun:
         self.owner = owner
         #: Entries of the components that ran on this machine.
         self.entries, unreadable_entries = _read_entries(directory, ProcessEntry)
-        #: Registry files of components that cannot be read. The processes of these components are
-        #: found by their environment variables MUSTER_RUN_ID and MUSTER_COMPONENT.
+        #: Unreadable registry files of components. The processes of these components are found by
+        #: their environment variables MUSTER_RUN_ID and MUSTER_COMPONENT.
         self.unreadable_entries = tuple(unreadable_entries)
         jobs, unreadable_jobs = _read_entries(directory, JobEntry)
         rebuilt_jobs = {file: _rebuild_jobs(owner, file) for file in unreadable_jobs}
@@ -459,8 +460,8 @@ class LostRun:
         self.jobs = [*jobs, *(job for found in rebuilt_jobs.values() for job in found or ())]
         #: Registry files of Ray jobs that cannot be read.
         self.unreadable_jobs = tuple(unreadable_jobs)
-        #: The files in `unreadable_jobs` whose Ray jobs are unknown, because the submission files
-        #: of the run cannot be read, either. The jobs may still be running.
+        #: Registry files in `unreadable_jobs` whose Ray jobs Muster does not know, because the
+        #: submission files of the run are missing or unreadable. The jobs may still be running.
         self.unknown_jobs = tuple(file for file, found in rebuilt_jobs.items() if found is None)
         #: Final record that the run has written into reserved disk space, because the disk was
         #: full. None if the run has written no record there.
@@ -506,8 +507,8 @@ class LostRun:
     def forget(self) -> None:
         """Remove the run from the registry.
 
-        The run stays registered if a component with an unreadable entry still has running
-        processes. Such processes are found by their environment variables.
+        If the registry file of a component cannot be read, the method searches for the component's
+        processes by their environment variables. If it finds processes, the run stays registered.
 
         Raises:
             OSError: The processes of this machine cannot be listed.
@@ -997,8 +998,8 @@ def _try_lock(directory: Path) -> int | None:
     return fd
 
 
-#: Extra seconds after the grace period in which a guardian process must end its component, if the
-#: supervising process of the run has died. After this time, the guardian is killed.
+#: If the supervising process of a run has died, each guardian process must end its component within
+#: the grace period plus this number of seconds. Otherwise, the guardian is killed.
 _GUARDIAN_MARGIN_S = 10.0
 #: Prefix of the names of directories that Muster makes. Other directories are never removed.
 _PREFIX = "muster-"
@@ -1020,8 +1021,8 @@ class LeftoverCleanup:
     waiting: Mapping[str, int]
     #: Files, directories and cgroups that were removed.
     removed: tuple[Path, ...]
-    #: Registry files of components that could not be read. The processes of these components were
-    #: found by their environment variables MUSTER_RUN_ID and MUSTER_COMPONENT.
+    #: Unreadable registry files of components. The processes of these components were found by
+    #: their environment variables MUSTER_RUN_ID and MUSTER_COMPONENT.
     unreadable: tuple[UnreadableFile, ...] = ()
 
     @property

@@ -183,7 +183,8 @@ class _Service:
         #: asyncio event that is set when the current process has died. A new process gets a new
         #: event.
         self.is_gone = asyncio.Event()
-        #: asyncio event that is set when the service was ready or done for the first time.
+        #: asyncio event that is set as soon as the service is ready or has done its work. The event
+        #: is never cleared.
         self.was_up = asyncio.Event()
         self.keeper: asyncio.Task[None] | None = None
         #: The current process, and earlier processes whose children still run.
@@ -305,8 +306,8 @@ class _Service:
         finally:
             await cancel_tasks(getting_ready, following)
         if not service_process.exited.done():
-            # The needed service has died, so this service will be ended, too. Report the new state
-            # now, because it may take some seconds to end this service.
+            # This service needs another service, which has died. So this service will be ended,
+            # too. Report the new state now, because it may take some seconds to end this service.
             self._note(state=ServiceState.DOWN, pid=None)
             return _Death(failure=None)
         exit = service_process.exited.result()

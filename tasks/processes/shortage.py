@@ -18,7 +18,7 @@ OWN_SHORTAGES = frozenset(
 
 
 class NotChecked(str):
-    """Reason why a probe could not check a component, because this process lacked a resource.
+    """Reason for a missing check of a component: the checking process lacked a resource.
 
     The missing check does not count as a failure of the component.
     """
@@ -27,11 +27,11 @@ class NotChecked(str):
 
 
 def is_own_shortage(error: BaseException) -> bool:
-    """Return True if an error was caused by a lack of files, memory or ports on this machine.
+    """Return True if an error was caused by a shortage of file descriptors, memory or ports.
 
-    The error itself, its causes, and the members of an exception group are checked. Some libraries
-    do not pass the error number on. So the function also returns True if this process cannot open
-    another file now.
+    Only a shortage in this process or on this machine counts. The error itself, its causes, and the
+    members of an exception group are checked. Some libraries do not pass the error number on. So
+    the function also returns True if this process cannot open another file now.
     """
     causes: list[BaseException | None] = [error]
     seen: set[int] = set()

@@ -61,14 +61,15 @@ class _Program:
         self.has_run_ended = False
         #: Signals that were ignored when the program started.
         self.ignored: frozenset[int] = frozenset()
-        #: Detects a second press of Ctrl-C before or after the run. During the run,
-        #: `receive_signals` handles the signals instead.
+        #: Used by `on_signal` to detect a second press of Ctrl-C. During the run, `receive_signals`
+        #: handles the signals instead.
         self.ctrl_c = CtrlC()
 
     def on_signal(self, signum: int, frame: FrameType | None) -> None:
-        """Raise KeyboardInterrupt for a signal that arrives before or after the run.
+        """Handle a signal that arrives before or after the run.
 
-        After the run, only a second press of Ctrl-C raises the exception.
+        Before the run, every signal raises KeyboardInterrupt. After the run, only a second press of
+        Ctrl-C raises KeyboardInterrupt, and other signals are ignored.
         """
         # A second Ctrl-C ends the program even after the end of the run. So a person need not wait
         # for a server that does not answer.
@@ -107,7 +108,10 @@ def ignore_exactly(ignored: Iterable[int]) -> None:
 
 
 def interrupt_on_signals() -> None:
-    """Raise KeyboardInterrupt on SIGINT, SIGTERM and SIGHUP, unless the signal is ignored now."""
+    """Make SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt.
+
+    A signal that is ignored at the time of this call stays ignored.
+    """
     for signum in ENDING_SIGNALS:
         if signal.getsignal(signum) != signal.SIG_IGN:
             signal.signal(signum, _program.on_signal)
@@ -187,8 +191,9 @@ def receive_signals(receive: Callable[[int, float], None]) -> Iterator[None]:
 def _ignore_in_handler(signum: int, frame: FrameType | None) -> None:
     """Do nothing.
 
-    Python writes the number of a signal to the wakeup file descriptor only if the signal has a
-    handler. The thread of `receive_signals` reads the numbers from this file descriptor.
+    The signals need a handler, even an empty one. Without a handler, Python does not write the
+    number of a signal to the wakeup file descriptor. The thread of `receive_signals` reads the
+    numbers from this file descriptor.
     """
 
 
