@@ -37,14 +37,16 @@ _SLOWER_RATIO = 1.2
 #: Recent steps count as slower only if their duration has increased by more than this number of
 #: standard errors. A smaller increase may be random.
 _SURE_ERRORS = 2.0
-#: Smallest usable duration of all recent steps together. The unit is the interval at which Muster
-#: reads the number of the current training step. A shorter duration would be too inexact.
+#: Muster reads the number of the current training step at a fixed interval. The recent steps
+#: together must last at least this number of intervals. Otherwise, their measured duration would be
+#: too inexact.
 _MIN_READINGS = 5
 #: Key for the whole training step, in a mapping from parts of a training step to durations.
 _WHOLE = "step"
 #: Key for the time in which the trainer waits, for example for rollouts.
 _WAITING = "waiting"
-#: Key for the rest of a training step, which belongs to no other part.
+#: Key for the remaining time of a training step, after the durations of its measured parts, such as
+#: `rollout`, are subtracted.
 _OTHER = "other"
 #: Statistics of the response times of the inference fleet, as keys of the event `rollout.load`.
 _REQUEST_STATISTICS = ("p50", "p99", "max")
@@ -90,14 +92,16 @@ class Measured:
     #: Mean of the last 10 values. If the quantity is the longest response time, the maximum of the
     #: last 10 values.
     now: float
-    #: Median of all earlier values. None if there are fewer than 3 earlier values.
+    #: Median of all values before the last 10. None if there are fewer than 3 of these values.
     before: float | None
 
     @staticmethod
     def of(
         values: Sequence[float], average: Callable[[Sequence[float]], float] = fmean
     ) -> Measured:
-        """Return a summary of the last 10 measurements, and of all earlier measurements.
+        """Return one value for the last 10 measurements, and one for all earlier measurements.
+
+        The value for the earlier measurements is their median.
 
         Args:
             values: The measurements, oldest first. There must be at least one.
@@ -114,10 +118,12 @@ _Pace = tuple[float, float]
 
 
 def _measure_steps(paces: Sequence[_Pace]) -> tuple[Measured, float]:
-    """Return the duration of a training step in the last 10 measurements, and before them.
+    """Return the recent and the earlier duration of a training step.
 
-    The earlier duration is a median of means, each over ten consecutive measurements. A median of
-    single measurements would be too low if, for example, each tenth step also evaluates the model.
+    The recent duration is the mean of the last 10 measurements. The earlier measurements are
+    divided into groups of 10 consecutive measurements. The earlier duration is the median of the
+    groups' means. A median of single measurements would be too low if, for example, each tenth step
+    also evaluates the model.
 
     Args:
         paces: The measurements, oldest first. There must be at least one.
@@ -222,8 +228,8 @@ class TimeSpent:
     def __init__(self, read_every_s: float = DEFAULT_READ_EVERY_S) -> None:
         """
         Args:
-            read_every_s: Seconds between two readings of the training step, `progress.every_s` in
-                the spec.
+            read_every_s: Seconds between two readings of the number of the current training step.
+                This is the value of the spec key `progress.every_s`.
         """
         self._read_every_s = read_every_s
         #: Mapping from a training step to the durations that `measure_parts` returned, oldest step

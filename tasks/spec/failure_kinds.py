@@ -34,7 +34,7 @@ class NodeBlame(StrEnum):
 
 
 class CheckpointBlame(StrEnum):
-    """Property of a failure kind: the case in which the loaded checkpoint may be the cause."""
+    """Condition under which the loaded checkpoint may have caused a failure."""
 
     #: A checkpoint never causes a failure of this kind.
     NEVER = "never"
@@ -67,16 +67,16 @@ class KindProperties:
     #: depends only on the number of consecutive failures of this kind.
     ends_before_components_run: bool = False
     #: Largest number of attempts of a requeued run, including the first, if the run spec contains
-    #: no number. None for no limit. A limit is useful if failed attempts of this kind occupy the
-    #: GPUs for some time.
+    #: no number. None for no limit. A limit is useful if each failed attempt occupies the GPUs for
+    #: some time.
     attempts: int | None = None
     #: Delay in seconds before the first retry, if the run spec contains no delay. None for the
     #: usual delay. A short delay is sufficient if the retry does not have to wait for a GPU.
     delay_s: float | None = None
     blames_node: NodeBlame = NodeBlame.NEVER
     blames_checkpoint: CheckpointBlame = CheckpointBlame.NEVER
-    #: Names of operating system errors, such as `ENOSPC`. If one of these errors occurs when the
-    #: program of a component is started, the failure has this kind.
+    #: Names of operating system errors at the start of a component's program, such as `ENOSPC`.
+    #: These errors have the kind of failure that this object describes.
     errnos: tuple[str, ...] = ()
 
 
@@ -164,7 +164,8 @@ def make_properties(table: Mapping[str, Any]) -> KindProperties:
 
 
 _PROPERTIES = _read_table()
-#: Mapping from the error number to the kind of failure of a program that could not be started.
+#: Mapping from an error number of the operating system to a kind of failure. The error occurs at
+#: the start of a component's program.
 _KIND_OF_START_ERROR = {
     getattr(errno, name): kind
     for kind, properties in _PROPERTIES.items()
@@ -183,7 +184,7 @@ def describe_requeues(kind: FailureKind) -> str:
 def list_requeued_kinds() -> str:
     """Return a text about the kinds of failure after which a run is requeued.
 
-    The text lists each kind with its number of requeues.
+    For each kind, the text says how often a run can be requeued.
     """
     return ", ".join(
         f"{kind} {describe_requeues(kind)}" for kind in FailureKind if kind in REQUEUED

@@ -12,7 +12,8 @@ from tasks.spec.rollout import Sizes
 from tasks.spec.values import Refusal, make_refusal
 
 #: Mapping from the kind of accelerator to the environment variables that restrict a program to
-#: certain GPUs. Inference engines on ROCm (`amd`) do not start if their two variables differ.
+#: certain GPUs. Inference engines on ROCm (`amd`) do not start if the two variables for `amd` have
+#: different values.
 #: Source: vllm/platforms/rocm.py; verl/single_controller/base/worker.py.
 DEVICE_VARIABLES = {
     "nvidia": ("CUDA_VISIBLE_DEVICES",),
@@ -165,10 +166,10 @@ def check_device_use(
 
 
 def _find_device_variable_faults(place: tuple[str, ...], env: object) -> Iterator[Refusal]:
-    """Yield a fault for each variable in a mapping `env` that selects GPUs.
+    """Yield a fault for each variable in `env` with a name such as CUDA_VISIBLE_DEVICES.
 
-    Users must not set variables such as CUDA_VISIBLE_DEVICES, because Muster sets them to the GPUs
-    that the queue has granted.
+    These variables select the GPUs of a program. Users must not set these variables, because Muster
+    sets them to the GPUs that the queue has granted.
 
     Args:
         place: Keys that lead to `env` in the spec.

@@ -41,8 +41,8 @@ _SECRET = frozenset(
         "PAT",
     }
 )
-#: A variable is probably secret if a word in its name ends with one of these texts. Some names have
-#: no separator between words, such as PGPASSWORD.
+#: A variable is probably secret if a word in its name ends with one of these texts. The word may be
+#: longer than the text, as in PGPASSWORD.
 _SECRET_ENDS = (
     "PASSWORD",
     "PASSWD",
@@ -343,7 +343,8 @@ def _list_spellings(value: str) -> set[str]:
         repr(value)[1:-1],
         ascii(value)[1:-1],
         repr(f"{value}'\"")[1:-4],
-        # The value in a URL: percent-encoded, with encoded slashes and with unchanged slashes.
+        # Two percent-encoded forms of the value in a URL. The first form also encodes slashes. The
+        # second form leaves slashes unchanged.
         quote(value, safe=""),
         quote(value),
         # The value between single quotes in a shell command.
