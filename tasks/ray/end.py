@@ -85,9 +85,10 @@ def describe_actors_and_groups(
 
 
 async def count_held_gpus(dashboard: Dashboard, drivers: Iterable[str]) -> float:
-    """Return the number of GPUs that actors, placement groups and tasks of Ray drivers hold now.
+    """Return the number of GPUs that Ray drivers hold now.
 
-    Requests for GPUs that Ray has not fulfilled yet do not count.
+    The number includes the GPUs of the drivers' actors, placement groups and tasks. Requests for
+    GPUs that Ray has not fulfilled yet do not count.
 
     Args:
         dashboard: The dashboard of the cluster.
@@ -116,7 +117,8 @@ _SUPERVISOR_DELAY_S = 2.5
 _NODE_DELAY_S = 70.0
 #: Largest rounding error of a job's end time, in seconds. Ray rounds the time to milliseconds.
 _ROUNDING_S = 0.001
-#: Beginning of the line in a job's log in which Ray repeats the job's command.
+#: Ray repeats the command of a job in the job's log. The line with the command begins with this
+#: text.
 #: Source: ray 2.60, JobSupervisor._exec_entrypoint.
 _COMMAND_ECHO = "Running entrypoint for job "
 
@@ -169,7 +171,8 @@ def read_last_job_lines(log_end: str, job: JobState | None) -> str:
 
     Args:
         log_end: The last lines of the job's log.
-        job: The final state of the job, whose message is appended. If None, no message is appended.
+        job: The final state of the job, or None. The message and the error type in the state are
+            appended to the lines.
     """
     # Remove the line in which Ray repeats the command. Words of the command could look like the
     # cause of a failure.

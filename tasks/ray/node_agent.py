@@ -352,8 +352,8 @@ def _ask_agents(
         error_s = (time.monotonic() - started_s) / 2
         answers[node_id] = answer | {"clock": [answer["at"] - started_at - error_s, error_s]}
 
-    # Kill the agents that have not answered this request. The next request to the nodes of these
-    # agents starts new agents.
+    # Kill the agents that have not answered in time. The next request to their nodes starts new
+    # agents.
     for ref in pending:
         node_id, agent = agents[ref]
         unreached[node_id] = f"no answer within {within_s:g} s"

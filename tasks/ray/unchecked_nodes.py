@@ -78,10 +78,10 @@ async def split_departed_nodes(
 
 
 class UncheckedNodesNote(BaseModel):
-    """Note file that lists the nodes that could not be checked after a Ray job had ended.
+    """Note file with the nodes that could not be checked for leftover processes of a Ray job.
 
     The file exists until every listed node has been checked or is no longer in the cluster. A check
-    kills only processes of the ended attempt. So processes of a new attempt of the run are safe.
+    kills the leftover processes of the ended attempt, but no processes of a new attempt of the run.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")

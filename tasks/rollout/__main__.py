@@ -25,8 +25,9 @@ _ARGUMENT_AT_MOST = 60
 def plan(spec: SpecFile, /, *, set: Overrides = (), json: AsJson = False) -> int:
     """Show the inference servers that a run would start, without starting a server.
     The output lists the engines, the servers with their commands and hosts, and the groups of
-    servers that are stopped and started together. The output also lists the training mesh: for
-    each server that receives new weights, the ranks that get their weights through this server.
+    servers that are stopped and started together. The output also lists the training mesh. For
+    each server that receives new weights, the mesh contains the inference ranks that get their
+    weights through this server.
 
     Hosts and ports are examples: node-0 and so on, or 127.0.0.1 for local servers, and consecutive
     ports. Placeholders such as ${run.dir} stay as they are. Variables that look secret are masked.

@@ -51,8 +51,9 @@ TOKEN_ENV = "MUSTER_ROLLOUT_TOKEN"
 TRAINER = "trainer"
 #: Environment variable in which the fleet's process finds its `FleetPlan` as JSON.
 PLAN_ENV = "MUSTER_ROLLOUT_PLAN"
-#: Seconds that the fleet's process gets to end after the grace period of the servers. Killing the
-#: servers takes up to 20 s (`recovery.STOPPED_WITHIN_S`).
+#: Number of seconds by which the grace period of the fleet's process is longer than the grace
+#: period of the servers. The fleet's process needs up to 20 s of this time to kill the servers
+#: (`recovery.STOPPED_WITHIN_S`).
 STOP_MARGIN_S = 30.0
 
 #: Prefix of the names of server ports among the ports of a run, as in `rollout.ports.server.0`.
@@ -72,8 +73,8 @@ _LIVE_EVERY_S = 10.0
 _REMOTE_ADDRESSES = ("198.51.100.1", "2001:db8::1")
 #: Port number to use with `_REMOTE_ADDRESSES`. The number is arbitrary, because no packet is sent.
 _ANY_PORT = 9
-#: Environment variables that stop Ray from logging a native stack trace at SIGTERM, which is the
-#: normal way to end a fleet.
+#: Environment variables that stop Ray from logging a native stack trace at SIGTERM. A fleet is
+#: normally ended with SIGTERM.
 _QUIET_RAY = {"RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1"}
 #: Seconds between two reads of the file into which the fleet's process writes its events.
 _READ_EVERY_S = 0.1
@@ -276,8 +277,9 @@ def _remote_uses(spec: RunSpec, placeholder: str) -> list[tuple[str, str]]:
             continue
         section, *keys = use.path.split(".")
         if section == "env" and remote_components:
-            # All components get the variables of the spec's section `env`. The error message names
-            # only the first component that may run on another machine.
+            # All components get the variables of the spec's section `env`. So each component that
+            # may run on another machine uses the placeholder. Return only the first of these
+            # components, because one name is enough for an error message.
             uses.append((use.path, remote_components[0]))
         elif (
             section == "components"
@@ -387,7 +389,7 @@ class FleetPlan(BaseModel):
 
         Args:
             component: Name of the component.
-            others: Names of all components of the run.
+            others: Names of all components of the run, including this component.
 
         Returns:
             The variable with the component's token for the gateway; empty if the gateway requires

@@ -181,7 +181,8 @@ class LocalHost:
             grace_s: Seconds from the stop signal to SIGKILL.
 
         Returns:
-            One text for each server with processes that could not be ended, with their pids.
+            One text for each server that could not be ended completely. The text contains the pids
+            of the remaining processes, or an error.
         """
         servers = [self._servers[rank] for rank in sorted(ranks) if rank in self._servers]
         for server in servers:
