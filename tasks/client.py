@@ -33,8 +33,9 @@ from tasks.train.run_story import tell_story  # noqa: E402
 from tasks.train.runs import ENDED_STATES, Run  # noqa: E402
 from tasks.train.server_imports import import_server_runs  # noqa: E402
 
-# Some functions below need these modules. Import the modules now, because a later import could find
-# a package with the name `tasks` in the user's project.
+# These two calls import modules of Muster's package `tasks` that some functions below need. If the
+# modules were imported later, Python could find another package with the name `tasks` in the user's
+# project.
 import_run_json()
 import_server_runs()
 

@@ -27,8 +27,8 @@ WAITING_AT_MOST = 32
 class StageRun:
     """One run of a pipeline's stage, as the Prefect server describes it."""
 
-    #: Name of the stage. If the stage has a matrix, the name is `NAME.N` for the combination of
-    #: parameters with the number N.
+    #: Name of the stage. If the stage has a matrix, the name is `NAME.N`. N is the number of the
+    #: combination of parameters.
     stage: str
     #: Number of the run among all runs with the same value of `stage`, from 1.
     number: int
@@ -70,8 +70,8 @@ class StageRun:
 class Begin:
     """Request to create a new run of a stage."""
 
-    #: Name of the stage. If the stage has a matrix, the name is `NAME.N` for the combination of
-    #: parameters with the number N.
+    #: Name of the stage. If the stage has a matrix, the name is `NAME.N`. N is the number of the
+    #: combination of parameters.
     stage: str
     #: Number of the new run among all runs with the same value of `stage`, from 1.
     number: int
@@ -309,7 +309,7 @@ def list_last_runs(units: Sequence[str], runs: Iterable[StageRun]) -> dict[str, 
 
 
 def completed_run(stage: str, runs: Iterable[StageRun]) -> StageRun | None:
-    """Return the last completed run of a stage, whose results later stages use.
+    """Return the last completed run of a stage. Later stages use the results of this run.
 
     Args:
         stage: Name of the stage, or `STAGE.N` for one combination of parameters in its matrix.

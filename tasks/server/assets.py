@@ -110,7 +110,7 @@ def list_asset_events(
 
 
 def _describe_output(output: LineageOutput, run_id: str) -> str:
-    """Return the name that people read for an output, such as `checkpoint of step 20 of RUN`."""
+    """Return the display name of an output, such as `checkpoint of step 20 of RUN`."""
     step = f" of step {output.step:g}" if output.step is not None else ""
     return f"{output.kind.value}{step} of {run_id}"
 

@@ -99,8 +99,8 @@ def find_proxy(url: str, environment: Mapping[str, str] = os.environ) -> Proxy |
             if value := environment.get(variable):
                 return Proxy(variable=variable, value=value, host=host)
             if variable in environment:
-                # Do not read the variable in upper case. Even an empty variable in lower case has
-                # priority.
+                # Ignore the variable whose name is in upper case. The variable whose name is in
+                # lower case has priority, even if its value is empty.
                 break
     return None
 

@@ -24,9 +24,9 @@ def reserve_ports(spec: RunSpec) -> PortsReserved:
 class AttemptSpec:
     """The run spec of one attempt, in which placeholders are replaced by values.
 
-    The attribute `resolved` is written to `spec.yaml`, so it contains only the names of Prefect
-    Secret blocks. `with_block_values` returns the spec for the components, which contains the
-    values of these blocks.
+    The attribute `resolved` is written to `spec.yaml`. To keep secrets out of this file, `resolved`
+    contains the names of Prefect Secret blocks instead of their values. `with_block_values` returns
+    a spec with these values for the components.
     """
 
     def __init__(

@@ -222,7 +222,7 @@ def _compare_nodes(
 ) -> Iterator[Fault]:
     """Yield a fault for each need of a stage (CPUs, memory, a label) that no node satisfies.
 
-    Each need is checked separately. Different nodes may satisfy different needs.
+    Each need is checked separately. There is no fault if different nodes satisfy different needs.
 
     Args:
         spec: Run spec of the stage.

@@ -82,8 +82,8 @@ _STORE_WITHIN_S = 60.0
 #: Longest pause in seconds between two requests to a store of checkpoints that does not answer. The
 #: pause may be long, because the run occupies no GPUs yet.
 _ASK_STORE_EVERY_S = 60.0
-#: Longest wait in seconds for a store of checkpoints that does not answer. The run waits before it
-#: gets its GPUs.
+#: Longest wait in seconds for an unresponsive checkpoint store. The run waits before it gets its
+#: GPUs.
 _STORE_TIMEOUT_S = 6 * 3600.0
 #: Longest wait in seconds for a store of checkpoints that refuses access. The run waits, because an
 #: operator may be renewing the store's credentials.

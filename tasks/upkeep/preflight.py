@@ -91,9 +91,9 @@ class NodeResult:
     #: Reason why the node could not be checked, or an empty string.
     unreached: str = ""
     #: Result of `machine.gather_facts` on the node. Empty if the node was not reached. For the
-    #: machine that runs the preflight, only the keys `shared_problem` and `devices_problem` exist.
-    #: The value of each key describes a problem with the shared directory or with the GPU devices.
-    #: If there is no problem, the value is an empty string.
+    #: machine that runs the preflight, only two keys exist. `shared_problem` describes a problem
+    #: with the shared directory, and `devices_problem` describes a problem with the GPU devices. If
+    #: there is no problem, the description is an empty string.
     facts: Mapping[str, Any]
     #: True if this node and the machine that runs the preflight do not find each other's files in
     #: the shared directory. The two machines then see two different directories.
@@ -404,8 +404,8 @@ def survey_cluster(address: str, shared: str | None, within_s: float) -> Survey:
     add_listed_clusters(read_listed_clusters(PREFECT_API_URL.value()))
     directory = Path(shared) if shared else muster_home()
     if not shared:
-        # A missing MUSTER_HOME is no problem, because the first run would create the directory. So
-        # create the directory now.
+        # Create MUSTER_HOME if it is missing. The first run would also create the directory, so the
+        # preflight must not report the missing directory as a problem.
         directory.mkdir(parents=True, exist_ok=True)
     return asyncio.run(_survey_nodes(address, directory.absolute(), within_s))
 
