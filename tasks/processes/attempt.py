@@ -87,7 +87,7 @@ _log = logging.getLogger(__name__)
 _FIND_CHECKPOINT_WITHIN_S = 30.0
 #: Time limit in seconds for reading the end of a log, to find the reason for a component's end.
 _READ_LOG_WITHIN_S = 10.0
-#: Time limit in seconds of the measurement of the free space after the end of a component.
+#: Time limit in seconds for measuring the free space of file systems after a component has ended.
 _MEASURE_WITHIN_S = 2.0
 #: Time limit in seconds for the determination of the attempt's result.
 _RESULT_WITHIN_S = 60.0
@@ -95,7 +95,7 @@ _RESULT_WITHIN_S = 60.0
 _EXPLAIN_START_WITHIN_S = 5.0
 #: Seconds between two searches for hanging reads from files and folders, for example on NFS.
 _PLACES_EVERY_S = 1.0
-#: Seconds between two checks whether reads from the file system of the logs hang.
+#: Seconds between two test reads of the log files. A test read shows whether the file system hangs.
 _CHECK_LOGS_EVERY_S = 5.0
 #: A file or folder is reported to the user if a read from it hangs for this number of seconds.
 _REPORT_PLACE_AFTER_S = 5.0
@@ -140,7 +140,7 @@ _SIGNAL_HINTS = {
     "SIGBUS": "SIGBUS often means that a memory-mapped file could not grow, because its file "
     "system is full. Check the free space with `df -h /dev/shm` and `df -h`.",
 }
-#: Advice for SIGKILL that the kernel's OOM killer has probably not sent.
+#: Advice for a component ended by SIGKILL, if the OOM killer probably did not send the signal.
 _SIGKILL_BY_OTHERS = (
     "So SIGKILL probably came from a person, another program, a job manager such as Slurm, or the "
     "program itself."
@@ -343,10 +343,10 @@ def _find_first_rank(text: str, evidence: DeathEvidence) -> RankFailure | None:
         return death
     is_crash = death.signal_name in _FATAL_SIGNALS
     if logged is not None and logged.exit_code is not None:
-        # The launcher may not name the rank that failed first. DeepSpeed checks its ranks one after
-        # the other, once per second, and `torch.multiprocessing.spawn` checks its processes in any
-        # order. Meanwhile, other ranks may fail, because they lose the connection to the first
-        # failed rank.
+        # The rank that the launcher names is not always the rank that failed first. DeepSpeed
+        # checks its ranks one after the other, once per second, and `torch.multiprocessing.spawn`
+        # checks its processes in any order. Meanwhile, other ranks may fail, because they lose the
+        # connection to the first failed rank.
         is_exception = logged.exit_code == 1
         is_later = is_exception and (
             death.exit_code != 1 or (logged.rank is not None and is_victim(text, logged.rank))
@@ -356,21 +356,22 @@ def _find_first_rank(text: str, evidence: DeathEvidence) -> RankFailure | None:
     cause = find_cause(text, is_consequence=partial(is_consequence, failure=death))
     is_explained = cause is not None and cause.rule.role < Role.CASCADE
     if logged is None:
-        # The process `death` failed first if it crashed, or if the log shows no other failure.
-        # Otherwise, the failure in the log probably happened first. The component itself then ended
-        # the process `death`.
+        # The process `death` failed first if it crashed, or if the log names no cause of the
+        # component's failure. Otherwise, the component probably failed because of the cause in the
+        # log, and then ended the process `death`.
         return death if is_crash or not is_explained else None
     # `death` is the first failed process according to the kernel. `logged` is a failed process
-    # whose traceback is in the log. If `death` crashed, `death` failed first. Otherwise, `logged`
-    # failed first if the log explains the failure.
+    # whose traceback is in the log. If `death` did not crash, return `logged` in two cases: the log
+    # names the cause of the component's failure, or `death` probably wrote the traceback itself,
+    # because no other process failed. In all other cases, return `death`.
     has_own_traceback = death.exit_code == 1 and not death.others_failed
     return death if is_crash or not (is_explained or has_own_traceback) else logged
 
 
 def _name_process(text: str, failure: RankFailure | None) -> RankFailure | None:
-    """Return the failure. If `torch.multiprocessing.spawn` was used, rename the failed process.
+    """Return a failure in which a process of `torch.multiprocessing.spawn` is named `process N`.
 
-    The new name is `process N`.
+    N is the index of the process, from 0. Any other failure is returned unchanged.
     """
     return None if failure is None else name_processes_of_spawn(text, failure)
 
@@ -380,7 +381,7 @@ def _find_killed_loader(text: str, first_rank: RankFailure | None) -> RankFailur
 
     Args:
         text: End of the component's log.
-        first_rank: The process of the component that failed first, or None if it is unknown.
+        first_rank: The first failed process of the component, or None if unknown.
     """
     own_text = text if first_rank is None else select_lines_of_rank(text, first_rank)
     loader = find_killed_loader(own_text, first_rank)
@@ -503,7 +504,7 @@ class Decision:
     #: Name of the component that failed first; None if no component failed.
     component: str | None = None
     #: True if Muster sends a warning signal to the components before it stops them, so that they
-    #: can save a checkpoint. An example is the end of an attempt at its time limit.
+    #: can save a checkpoint.
     warns: bool = False
 
     @staticmethod
@@ -516,8 +517,8 @@ class Decision:
             verdict: The final state of the attempt, with a message and the failure.
             at_monotonic_s: Time of the event in CLOCK_MONOTONIC seconds. None if the event happens
                 now.
-            warns: True if the components first get their warning signal and time to save a
-                checkpoint.
+            warns: True if Muster sends a warning signal to the components before it stops them, so
+                that they can save a checkpoint.
         """
 
         async def make_verdict() -> Verdict:
@@ -555,10 +556,10 @@ class EarliestDecision:
         return at_monotonic_s < self.horizon_s
 
     def reserve(self, at_monotonic_s: float) -> None:
-        """Ignore all events that happen after the given time.
+        """Permanently ignore all events that happen after the given time.
 
-        Call this method when an event may decide how the attempt ends, but must be examined first.
-        Events that happen later are then ignored during the examination.
+        Call this method with the time of an event that may decide how the attempt ends, but must be
+        examined first.
         """
         self.horizon_s = min(self.horizon_s, at_monotonic_s)
 
@@ -635,8 +636,8 @@ class SupervisedAttempt:
         self._reported: dict[str, PlaceReader] = {}
         #: Mapping from component name to the size of the component's log in bytes. Muster measures
         #: the size before it examines or stops any component, because the examination and the stop
-        #: add lines to the log. Contains only components that hang, and the component that failed
-        #: first if its process was still running.
+        #: add lines to the log. Only some components are included: those that hang, and the
+        #: component that failed first, unless it exited before the measurement.
         self._sizes_before_stop: dict[str, int] = {}
         #: The decision how the attempt ends. If several events could end the attempt, such as
         #: failures of two components, the earliest event decides.
@@ -715,9 +716,10 @@ class SupervisedAttempt:
             self._emit("attempt.ready", step=self._progress.step)
 
     async def _until_settled(self, component: RunningComponent) -> None:
-        """Wait until a component is ready, loses its port, or the attempt's end is decided.
+        """Wait until a component is ready.
 
-        A component loses its port if a process outside the run listens on that port.
+        Return early if the component loses its port, or if the end of the attempt is decided. A
+        component loses its port if a process outside the run listens on that port.
         """
         starting = component.tasks.start(self._await_ready(component))
         waits = [
@@ -960,8 +962,9 @@ class SupervisedAttempt:
 
     def fail(self, failure: Failure) -> None:
         """End the attempt as failed, for a reason that is not a failure of a component."""
-        # While an earlier event is examined, all later events are ignored. But an error in the
-        # examination itself must not be ignored. So give the failure the time of the earlier event.
+        # While an earlier event is examined, every decision with a later time is ignored. But this
+        # failure must not be ignored, because the examination itself may have failed. So give this
+        # failure the time of the earlier event.
         at = min(time.monotonic(), self.earliest.horizon_s)
         self._decide(Decision.of(Verdict.failed(failure, at), at))
 
@@ -1106,10 +1109,11 @@ class SupervisedAttempt:
         return cause.line if named & {*own} else ""
 
     async def _judge_early_exit(self, component: RunningComponent, exit: Exit) -> None:
-        """Decide about a component that exited with code 0 before its readiness probe succeeded.
+        """Decide about a component that exited with code 0 before a readiness check succeeded.
 
-        If the component was ready before its end, its setting `on_exit_zero` decides how the
-        attempt continues. Otherwise the attempt fails.
+        The component may have become ready after the last readiness check, shortly before its exit.
+        In this case, its setting `on_exit_zero` decides how the attempt continues. Otherwise the
+        attempt fails.
         """
         if await component.was_ready_before_end():
             component.mark_ready()
@@ -1145,7 +1149,7 @@ class SupervisedAttempt:
         return has_signal and is_trainer and self._plan.last_step is not None
 
     async def _check_success(self, component: RunningComponent, exit: Exit) -> None:
-        """Decide whether the attempt has succeeded when one of its components has ended.
+        """After the end of a component, decide whether the attempt has succeeded.
 
         Called only if the end of this component can mean that all work of the run is done.
         """
