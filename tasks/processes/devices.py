@@ -22,9 +22,9 @@ from tasks.spec.run_rules import DEVICE_VARIABLES
 #: Environment variable with the numbers of the GPUs that Muster may grant, for example `0,1,4-7`.
 #: On a machine without GPUs, Muster treats each number as if it were a GPU.
 MUSTER_GPUS = GPUS.name
-#: Prefix of the names of the Unix sockets that represent leases. A lease on a device is a socket
-#: with the name of the device in the kernel's abstract namespace. Unlike a lock file, such a socket
-#: vanishes with its process, and no other user can replace it.
+#: Prefix of the names of the Unix sockets that represent leases on devices. The sockets are in the
+#: kernel's abstract namespace. Unlike a lock file, such a socket vanishes with its process, and no
+#: other user can replace it.
 _PREFIX = "muster/device/"
 #: Seconds to wait for an answer of the GPU driver, which may hang.
 _ANSWERS_WITHIN_S = 10.0
@@ -96,8 +96,8 @@ class Devices:
         """Return the name of the socket that represents a lease on a device.
 
         The name for a GPU is its UUID, which is the same for all users of the machine. If the
-        number belongs to no GPU, the name is derived from the secret of this MUSTER_HOME, so that
-        no other user can guess the name.
+        device has no known UUID, for example on a machine without GPUs, the name is derived from
+        the secret of this MUSTER_HOME, so that no other user can guess the name.
 
         Args:
             index: Number of the device.

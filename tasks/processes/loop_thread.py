@@ -27,7 +27,7 @@ class LoopThread:
         """
         Args:
             name: Name of the thread.
-            on_error: Called in the thread of the loop with each error that no coroutine handles.
+            on_error: The new thread calls this function with each error that no coroutine handles.
         """
         self._on_error = on_error
         self._loop = asyncio.new_event_loop()

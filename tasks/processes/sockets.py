@@ -326,10 +326,10 @@ def _read_table(family: int) -> list[list[str]]:
 
 
 def _list_local_addresses(host: str) -> frozenset[bytes]:
-    """Return the addresses of listening sockets that accept connections to `host`.
+    """Return each address on which a socket can listen to accept connections to `host`.
 
-    The result contains the address `host`, its IPv6 form, and the address 0 (`0.0.0.0` or `::`) of
-    sockets that listen on all addresses. Each address has 16 bytes.
+    The result contains the address `host`, its IPv6 form, and the address 0 (`0.0.0.0` or `::`). A
+    socket with the address 0 listens on all addresses. Each address has 16 bytes.
     """
     is_v6 = ":" in host
     packed = socket.inet_pton(socket.AF_INET6 if is_v6 else socket.AF_INET, host)
@@ -417,7 +417,7 @@ def _parse_address(text: str) -> IPv4Address | IPv6Address:
 
 
 def listening_inodes(port: int) -> dict[str, int]:
-    """Return the sockets that listen on a TCP port, as a mapping from inode to uid of the user.
+    """Return the sockets that listen on a TCP port, as a mapping from inode to the owner's uid.
 
     Raises:
         OSError: The kernel's table of TCP sockets cannot be read.
@@ -441,7 +441,7 @@ def list_sockets(pid: int, proc: str = "/proc") -> dict[int, str]:
 
 
 def describe_connections(pid: int, proc: str = "/proc") -> list[str]:
-    """Return a line about each TCP socket that a process has open, in the order of its descriptors.
+    """Return a line about each TCP socket that a process has open, sorted by file descriptor.
 
     Examples: `fd 3 127.0.0.1:8000 LISTEN`, and `fd 4 127.0.0.1:41000 -> 127.0.0.1:80 ESTABLISHED`.
 
@@ -470,7 +470,7 @@ def _describe_end(text: str) -> str:
 
 
 def find_open_inodes(pids: Iterable[int], wanted: Iterable[str]) -> set[str]:
-    """Return the inodes from `wanted` whose sockets at least one of the processes has open.
+    """Return the inodes from `wanted` whose sockets are open in at least one of the processes.
 
     Raises:
         OSError: /proc cannot be read, for example because this process has too many open files.
@@ -510,8 +510,9 @@ def verified_listeners(
     with SocketTable() as table:
         users = table.listeners(port, host)
         foreign = users.keys() - known
-        # Check twice, because the list of sockets and the list of processes are not from the same
-        # moment. In between, a process may have started, or a socket may have been closed.
+        # Compare the list of sockets with the list of processes twice, because the lists are not
+        # from the same moment. In between, a process may have started, or a socket may have been
+        # closed.
         for _ in range(2):
             foreign -= find_open_inodes(tree(), foreign)
             if not foreign:

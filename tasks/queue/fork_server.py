@@ -189,10 +189,11 @@ def serve(control: int, code_fingerprint: str) -> Caller | None:
 
 
 def _leave_fork_server() -> None:
-    """Fork this process again, end the parent process, and continue in the child process.
+    """Fork this process, end this process, and continue in the new child process.
 
-    So the child process is not a child of the fork server. Its new parent is the worker if the
-    worker is a subreaper, otherwise the init process. The child process also gets a new session.
+    This process is a child of the fork server. After the end of this process, the child process
+    gets a new parent: the worker if the worker is a subreaper, otherwise the init process. The
+    child process also gets a new session.
     """
     middle = os.pidfd_open(os.getpid())
     if os.fork():
@@ -231,8 +232,9 @@ def _become_command(
 ) -> Caller:
     """Turn this forked process into the process that does the work of a `muster` command.
 
-    The function ends the process in two cases: if the process is not suitable for the command, for
-    example because an imported file has changed, or if the command does the work itself.
+    The function ends this process in two cases: if this process is not suitable for the command,
+    for example because an imported file has changed, or if the command does not allow this process
+    to begin.
 
     Args:
         process_texts: Command line and environment of this process in `/proc`.
@@ -265,8 +267,9 @@ def _become_command(
 def _read_settings_again(caller: Caller | None) -> None:
     """Let Prefect read its settings from the present environment and working directory.
 
-    If a `muster` command has an invalid setting, the function reports the setting and ends the
-    process.
+    If a setting is invalid and `caller` is None, a ValidationError is raised. If a setting is
+    invalid and `caller` is a command, the function reports the setting, sends an exit code to the
+    command, and ends this process.
 
     Args:
         caller: The `muster` command whose work this process does, or None if this process becomes
@@ -339,9 +342,10 @@ class _ProcessTexts:
 
         Args:
             argv: The new command line.
-            env: The new environment variables. None to leave the environment unchanged. Before a
-                call with new variables, the caller must make the C library store its variables at
-                another memory address, because the call overwrites the original memory.
+            env: The new environment variables. None to leave the environment unchanged. New
+                variables overwrite the memory that held the environment at the start of this
+                process. So the caller must first clear and refill `os.environ`: the C library then
+                keeps the environment in other memory.
         """
         arguments = _encode_strings(argv)[: self._arguments_bytes - 1]
         ctypes.memmove(
