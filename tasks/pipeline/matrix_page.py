@@ -58,8 +58,8 @@ class MatrixPage:
         #: Mapping from the name of a stage with a matrix to the present content of the stage's
         #: artifact.
         self._contents: dict[str, Shown] = {}
-        #: Mapping from the name of a stage with a matrix to the states of the stage's runs when the
-        #: stage's artifact was last updated.
+        #: Mapping from the name of a stage with a matrix to the states of the stage's runs at the
+        #: last update of the stage's artifact.
         self._states: dict[str, list[str]] = {}
         #: Mapping from the name of a stage with a matrix to the time at which the stage's artifact
         #: was last updated, in seconds of `clock`.
@@ -159,11 +159,12 @@ class MatrixPage:
         runs: Mapping[str, StageRun],
         best: str | None,
     ) -> dict[str, MatrixCurve]:
-        """Return a curve for each run of a parameter sweep, as a mapping from the name `STAGE.N`.
+        """Return a mapping from the name of each run of a parameter sweep to the run's curve.
 
-        For a training, the curve shows a metric, or a number from the evaluations, over the
-        training steps. For a function or a command, the curve is a single dot: x is N, and y is a
-        number in the result. Runs without a value are missing.
+        The name is `STAGE.N`. N is the number of the run's combination of parameters, from 1. For a
+        training, the curve shows a metric, or a number from the evaluations, over the training
+        steps. For a function or a command, the curve is a single dot: x is N, and y is a number in
+        the result. Runs without a value are missing.
 
         Args:
             stage: The stage whose key `matrix` defines the parameter sweep.
@@ -196,9 +197,10 @@ class MatrixPage:
 
 
 def _read_evaluations(run: StageRun, key: str) -> dict[float, float]:
-    """Return one result of a run's evaluations, as a mapping from training steps to values.
+    """Return the numbers with the name `key` in a run's evaluations, by training step.
 
-    The mapping is empty if the evaluations cannot be read.
+    Returns:
+        Mapping from training step to number. Empty if the evaluations cannot be read.
     """
     try:
         return read_evaluation_curve(RunPlace.of(run.name), key)

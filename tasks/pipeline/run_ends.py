@@ -70,7 +70,7 @@ def listen_for_run_ends(
 
 
 async def _read_events(is_own_run: Callable[[str], bool], wake: Callable[[], None]) -> None:
-    """Read the events about the ends of flow runs until this task is cancelled.
+    """Until this task is cancelled, read the events about flow runs that have ended.
 
     If the event stream breaks, it is opened again.
     """

@@ -102,7 +102,7 @@ class RunResults:
         return run
 
     def result(self, run: StageRun) -> Any:
-        """Return the result of a completed step, which `check_result` has read."""
+        """Return the result of a completed step. `check_result` must have read the result."""
         return self._results[run.flow_run_id]
 
     def _awaits_evaluations(self, stage: Stage, run: StageRun) -> bool:

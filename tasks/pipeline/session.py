@@ -74,7 +74,9 @@ _log = logging.getLogger(__name__)
 #: Seconds from a handover of the pipeline until the next flow process may start. The old flow
 #: process exits within this time.
 _DUE_AFTER_S = 5.0
-#: The pipeline waits at least this number of times as long as it took to read the runs.
+#: Wait after a check of the runs if no run ends, as a multiple of the duration of the check. For
+#: example, a check of 1 s is followed by a wait of 10 s. The wait is never shorter than
+#: `POLL_INTERVAL_S`, and never longer than `_LONGEST_POLL_S`.
 _WAIT_PER_DECISION = 10.0
 #: Upper limit in seconds for the wait between two checks of the runs.
 _LONGEST_POLL_S = 20.0
@@ -120,13 +122,14 @@ class PipelineSession:
         self._reused: dict[str, StageRun] = {}
         #: Duration of the last call of `advance`, in seconds.
         self._advance_s = 0.0
-        #: Duration of reading the runs and deciding in the last call of `advance`, in seconds.
+        #: Seconds that the last call of `advance` took to read the runs, and to decide which new
+        #: runs begin.
         self._decide_s = 0.0
         #: True after this process has begun to hand the pipeline over to the next flow process.
         self.is_handing_over = False
 
     def interrupt(self, why: str) -> None:
-        """Request that the pipeline ends as cancelled, and return at once.
+        """Request that the pipeline ends as cancelled. This method returns at once.
 
         All active runs are cancelled with their grace periods. A second call changes nothing: the
         same cancellation may arrive as a signal and from the Prefect server.
@@ -135,7 +138,7 @@ class PipelineSession:
         self._requests.end_soon()
 
     def hurry(self) -> None:
-        """Request that cancelled runs skip their grace periods, and return at once."""
+        """Request that cancelled runs skip their grace periods. This method returns at once."""
         self._requests.hurry()
 
     def hand_over(self, why: str) -> None:

@@ -89,7 +89,7 @@ Matrix = Mapping[
 
 
 class Best(Model):
-    """Number that decides which run of a matrix is the best."""
+    """Rule that selects the best run of a matrix."""
 
     by: Text = Field(
         description="Number that decides which point of the matrix is best. In a matrix of runs: "

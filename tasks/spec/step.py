@@ -30,9 +30,9 @@ RESULT_FILE = "result.json"
 #: Seconds before the first retry of a step.
 _RETRY_DELAY_S = 5
 #: Program of a `call` step, which calls a function of the project. The project's Python interpreter
-#: executes the program, and may not have Muster's packages. So the program uses only the standard
-#: library. If the function is a Prefect task or flow, the plain function in its attribute `fn` is
-#: called.
+#: executes the program. Muster's packages may be missing there, so the program uses only the
+#: standard library. If the function is a Prefect task or flow, the plain function in its attribute
+#: `fn` is called.
 _CALL_PROGRAM = f"""\
 import asyncio, importlib, inspect, json, os, sys
 module, _, name = sys.argv[1].partition(":")

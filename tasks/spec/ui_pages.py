@@ -12,9 +12,9 @@ from __future__ import annotations
 _UI_PATH = "/v2"
 #: Beginning of each URL in the UI of Prefect Cloud. This UI has no path `/v2`.
 _CLOUD_UI = "https://app.prefect.cloud"
-#: Beginning of the paths of pages that cannot be opened directly: after the login, the UI adds the
-#: query `?tab=` twice, and the page fails. A link to the login form with `redirectTo` opens the
-#: page, even for a user who is already logged in.
+#: Beginning of the paths of pages that need a link to the login form with the query `redirectTo`.
+#: Such a link works for every user, logged in or not. A direct link would fail for a user who is
+#: not logged in: after the login, the UI adds the query `?tab=` twice, and the page fails.
 _FAILS_AFTER_LOGIN = "deployments/"
 
 
