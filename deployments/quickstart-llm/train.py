@@ -45,7 +45,7 @@ from torch_grpo import (
 )
 from transformers import LlamaForCausalLM
 
-#: Name of the file in the folder of checkpoints that contains the name of the last checkpoint.
+#: Name of a file in the folder of checkpoints. The file contains the name of the last checkpoint.
 LATEST = "latest"
 #: Number of versions whose weights are kept: in memory for the check of answers, and on disk for
 #: the engines.
@@ -171,7 +171,7 @@ class Training:
         return Group(prompt=prompt, answers=answers)
 
     def _collect_groups(self, rollouts: Sequence[Future[Group]]) -> list[Group]:
-        """Wait for the requested answers, and return them.
+        """Wait until the engines have answered the prompts of a step. Return prompts and answers.
 
         During the wait, engines that were restarted get the current weights.
         """
@@ -192,8 +192,9 @@ class Training:
         options = self._options
         folder = self._out / "weights" / f"step-{version:06d}"
         self._model.save_pretrained(folder)
-        # Keep a copy of the weights to check the answers of this version. Store the copy before the
-        # weight sync, because these answers may arrive directly after the sync.
+        # Keep a copy of the weights, to check the answers that engines generate with these weights.
+        # Store the copy before the weight sync, because such answers may arrive directly after the
+        # sync.
         self._kept_weights[version] = {
             name: tensor.detach().clone() for name, tensor in self._model.state_dict().items()
         }

@@ -39,8 +39,8 @@ def recognize_fleet_loss(verdict: Verdict, place: AttemptPlace, engines: int) ->
     failure = verdict.failure
     if failure is None or failure.component != FLEET or failure.kind is FailureKind.HOST_OOM:
         return verdict
-    # If the parent of the fleet process has died at the same time, the exit code of the fleet
-    # process is unknown, and `failure.has_ended` is False. In this case, the value `exit` of
+    # If the fleet process and its parent process have died at the same time, the exit code of the
+    # fleet process is unknown, and `failure.has_ended` is False. In this case, the value `exit` of
     # `failure.rule` shows that the fleet process has ended.
     has_ended = failure.has_ended or failure.rule == "exit"
     if not has_ended or _OWN_REASON.search(read_tail(place.log(FLEET))):

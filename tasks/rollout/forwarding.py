@@ -289,7 +289,7 @@ class Forwarder:
         )
         token = settings.health.token
         # The health check `token` makes a server generate a token. If this check is a POST request,
-        # clients can generate tokens at its path. So forward POST requests to this path, too.
+        # clients can use the same path to generate tokens. So add this path to `paths`.
         token_paths = [token.path] if token is not None and token.json_ is not None else []
         #: Further paths whose requests are forwarded. `ANY_PATH` stands for every path. A POST
         #: request to one of these paths counts as a request that generates tokens.
@@ -312,7 +312,10 @@ class Forwarder:
         return await _ForwardedRequest(self, request).run()
 
     def note_generated_piece(self, entrypoint: Entrypoint) -> None:
-        """Count one piece of a generated response. Report to the fleet that the engine works."""
+        """Count one response piece that an entrypoint has generated. Report the count to the fleet.
+
+        The report shows that the entrypoint's engine does not hang.
+        """
         key = entrypoint.key
         count = self.generated_pieces[key] + 1
         self.generated_pieces[key] = count
@@ -460,7 +463,7 @@ class _ForwardedRequest:
             router.done(entrypoint)
 
     async def _try_entrypoint(self, entrypoint: Entrypoint) -> int | str:
-        """Make one attempt to get the response to the request from an entrypoint.
+        """Send the request to an entrypoint once, and forward the response to the client.
 
         Returns:
             The HTTP status of the response that the client received. If the attempt failed before a
@@ -515,7 +518,10 @@ class _ForwardedRequest:
         return await self._end_response(failure) if self._has_head else failure
 
     async def _request_once(self, entrypoint: Entrypoint) -> int:
-        """Send the request to a server and its response to the client. Return the HTTP status.
+        """Send the request to a server, and forward the server's response to the client.
+
+        Returns:
+            The HTTP status of the response.
 
         Raises:
             Unconnected, BrokenOff, Malformed: The server did not answer; see `Upstreams.request`.

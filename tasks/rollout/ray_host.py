@@ -59,8 +59,7 @@ _ANSWER_WITHIN_S = 10.0
 #: leftover processes. This time plus the 5 s of `_LOG_END_WITHIN_S` must be below the 20 s of
 #: `STOPPED_WITHIN_S`.
 _STOP_EXTRA_S = 12.0
-#: Seconds to wait until the cluster has enough free GPUs for the fleet. Muster has already granted
-#: these GPUs to the run, so other programs should free the GPUs soon.
+#: Seconds to wait until the cluster has enough free GPUs for the fleet.
 _ROOM_WITHIN_S = 300.0
 #: Time limit in seconds to fetch the last part of a stopped server's log.
 _LOG_END_WITHIN_S = 5.0
@@ -70,7 +69,10 @@ _LOG_EVERY_S = 1.0
 
 @dataclass(slots=True, kw_only=True)
 class _ActorServer:
-    """An inference server from one start to its end, with the actor and tasks that belong to it."""
+    """An inference server with its Ray actor and its tasks.
+
+    Each start of the server creates a new object.
+    """
 
     slot: ServerSlot
     epoch: int
@@ -98,8 +100,8 @@ class _ActorServer:
 class ActorListeners:
     """An `EngineListenerCheck` for servers on a Ray cluster. The actor of a server does the check.
 
-    Requests for a check share one check if they arrive while another check of the same server runs.
-    The shared check starts at the end of the running check.
+    Only one check of a server runs at a time. All calls of `verified` during a running check share
+    one further check, which starts at the end of the running check.
 
     Args:
         server_at: Returns the server at a URL, or None if no server was started there.

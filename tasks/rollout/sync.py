@@ -108,7 +108,7 @@ class _OpenSync:
     #: Futures of running broadcasts. A broadcast sends one request to all target engines, and waits
     #: for the answers.
     sending: set[asyncio.Future[Any]] = field(default_factory=set)
-    #: True as soon as Muster begins to end the weight sync, because of a commit, a cancellation or
+    #: True if the weight sync is ending or has ended, for example after a commit, a cancellation or
     #: the time limit.
     is_ending: bool = False
 
@@ -194,8 +194,9 @@ class WeightSyncs:
 
         try:
             if in_flight is not InFlight.INTERRUPT:
-                # The health checks still run during this wait. If a health check finds a hanging
-                # server, the requests to that server are cancelled, so that the wait can end.
+                # The health checks continue while `idle` waits for the end of the running requests.
+                # If a health check finds a hanging server, the requests to that server are
+                # cancelled, so that the wait can end.
                 async with asyncio.timeout(timeout_s):
                     await self._router.idle()
             if sync.is_ending:
