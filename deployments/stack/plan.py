@@ -351,7 +351,7 @@ def _plan_pipelines(place: StackPlace, stack: Stack) -> ComponentPlan:
 
 
 def _plan_worker(place: StackPlace, stack: Stack, health_port: int) -> ComponentPlan:
-    """Return the `ComponentPlan` of the worker of the work pool for runs.
+    """Return the `ComponentPlan` of the Prefect worker that starts runs.
 
     Args:
         place: Directory of the `muster up` stack.
@@ -407,8 +407,8 @@ def _build_env(place: StackPlace, stack: Stack, component: str) -> dict[str, str
         **client_env(place.directory.parent, stack.api_url),
         **build_ray_auth(),
         "RAY_USAGE_STATS_ENABLED": "0",
-        # With 0, Ray listens only on the loopback interface. With 1, Ray listens on every
-        # interface, even if Muster passes an address.
+        # If RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER is 0, Ray listens only on the loopback interface.
+        # With 1, Ray listens on every interface, even if Muster passes an address.
         # Source: ray/_private/services.py, get_node_ip_address.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "MUSTER_RUN_ID": RUN_ID,

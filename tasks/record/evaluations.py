@@ -190,8 +190,8 @@ class EvaluatedCheckpoint:
         """State of the evaluation: COMPLETED if a result exists, otherwise the recorded state.
 
         The recorded state may be outdated, because only the flow process of the training records
-        states. An evaluation that ends after that process may still be recorded as waiting or
-        running.
+        states. If an evaluation ends after the exit of the flow process, the evaluation may still
+        be recorded as waiting or running.
         """
         if self.evaluation.state.is_active and self.figures:
             return EvaluationState.COMPLETED
@@ -218,7 +218,7 @@ def read_evaluated_checkpoints(
 ) -> list[EvaluatedCheckpoint]:
     """Return the evaluations of a training run, with their results, in the recorded order.
 
-    An evaluation without a valid result has no numbers.
+    If an evaluation has no valid result, its `figures` are empty.
 
     Args:
         place: Directory of the training run.

@@ -120,8 +120,8 @@ class Lineage(Recorded):
     run_id: str = ""
     flow_run_id: str = ""
     workload: str = ""
-    #: Absolute paths and URIs in the commands and variables of the run's spec. A path that is an
-    #: output of another run is an input of this run.
+    #: Absolute paths and URIs in the commands and variables of the run's spec. If such a path is an
+    #: output of another run, the path counts as an input of this run.
     paths: tuple[str, ...] = ()
     inputs: tuple[LineageInput, ...] = ()
     resumes: tuple[LineageResume, ...] = ()

@@ -66,7 +66,8 @@ class Change(Enum):
     CANCELLED = "cancelled"
     #: A user has cancelled the flow run. The processes of the run are killed at once.
     CANCELLED_NOW = "cancelled now"
-    #: A user has set another final state, although the process of the flow run is still running.
+    #: A user has set a final state other than Cancelled, although the process of the flow run is
+    #: still running.
     ENDED = "ended"
     #: A user has set a state such as Scheduled or Paused, although the process of the flow run is
     #: still running.
@@ -205,13 +206,12 @@ class ForwardedRequests:
         self._ctrl_c = CtrlC()
 
     def take_signal(self, signum: int, at_s: float) -> None:
-        """End the run or pipeline because a signal has arrived.
+        """React to a signal: end the run or pipeline, or end only this process.
 
+        SIGTERM ends only this process if a later process can continue the run or pipeline, and if
+        the flow run was not cancelled, deleted or set to a final state. For example, a worker sends
+        SIGTERM when the worker is stopped. In all other cases, the signal ends the run or pipeline.
         A second Ctrl-C skips the grace periods.
-
-        A worker sends SIGTERM when the worker is being stopped. If a later process can continue the
-        run or pipeline, SIGTERM ends only this process. After a cancellation of the flow run,
-        SIGTERM ends the run or pipeline, too.
 
         Args:
             signum: number of the signal.
@@ -232,9 +232,11 @@ class ForwardedRequests:
     def take_observation(self, observed: ObservedFlowRun) -> None:
         """React to a change of the flow run on the Prefect server.
 
-        If the flow run was cancelled, deleted or set to another final state, end the run or
-        pipeline. While this process still runs, a final state on the server is replaced with
-        Cancelling, and a state such as Scheduled is replaced with Running.
+        If the flow run was cancelled, deleted or set to a final state such as Completed, end the
+        run or pipeline.
+
+        Also correct the state on the server, because this process still runs: replace a final state
+        with Cancelling, and a state such as Scheduled with Running.
         """
         state = observed.state
         self._missing_answers += 1

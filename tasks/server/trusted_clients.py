@@ -52,9 +52,10 @@ UNPLUGGED_PREFECT = {"PREFECT_PLUGINS_ENABLED": "false"}
 
 
 def guard_prefect_clients() -> None:
-    """Make all Prefect clients check the owner of the server process, and choose the proxy.
+    """Make all Prefect clients of this process check the owner of the server process.
 
-    The change applies to this process. Further calls have no effect.
+    The clients also connect to a server on this machine without a proxy. Further calls have no
+    effect.
 
     Raises:
         ImportError: This release of Prefect has a different structure, or another Python package
@@ -175,8 +176,9 @@ class _CheckedConnect(connect):
         except InvalidMessage as error:
             if not isinstance(error.__cause__, EOFError):
                 raise
-            # The server has ended during the handshake. Raise an OSError: Prefect tries again after
-            # this error, but would let the flow run crash after InvalidMessage.
+            # The server has ended during the handshake, so `websockets` has raised InvalidMessage.
+            # Raise an OSError instead: Prefect tries again after an OSError, but InvalidMessage
+            # would make the flow run crash.
             raise ConnectionResetError(f"the server has closed the connection: {error}") from error
 
     async def create_connection(self) -> ClientConnection:

@@ -42,8 +42,8 @@ def logs(
     with suppress(KeyboardInterrupt):
         place = find_local_run(run)
         if place is None:
-            # Import these modules only if needed: they import Prefect, which takes long. A run on
-            # this machine is found without these modules.
+            # Import these modules only for a run that is not on this machine: they import Prefect,
+            # which takes long.
             from tasks.train.finding_runs import find_run
             from tasks.train.run_records import find_last_attempt
 

@@ -241,8 +241,8 @@ class PlanInputs:
         launchers = [component.launcher for component in self.spec.processes.values()]
         is_only_job = launchers.count("ray_job") == 1
         # `gpus` is the number of GPUs that the actors of the job must use. The value is 0 (unknown)
-        # if the run has another job or inference servers, or if the driver of the job uses GPUs
-        # (`entrypoint_gpus`).
+        # in three cases: the run has several jobs, the run has inference servers, or the driver of
+        # the job uses GPUs (`entrypoint_gpus`).
         takes_all_gpus = is_only_job and self.spec.fleet is None and not ray.entrypoint_gpus
         gpus = gang.nodes * gang.gpus_per_node if gang and takes_all_gpus else 0
         # The folder with the submitted code contains symbolic links to data outside of the code. Do
@@ -305,8 +305,8 @@ class GpuGrant:
 
     #: Mapping from the name of each node to the number of granted GPUs.
     nodes: Mapping[str, int]
-    #: Numbers of the granted GPUs of this machine, as the driver numbers them. Empty if Ray assigns
-    #: the GPUs.
+    #: Indices of the granted GPUs of this machine, in the numbering of the GPU driver. Empty if Ray
+    #: assigns the GPUs.
     devices: tuple[int, ...] = ()
     #: Vendor of the devices: nvidia, amd or ascend.
     kind: str = "nvidia"

@@ -241,15 +241,15 @@ def _write_blocks(blocks: Iterable[bytes], prefix: str) -> None:
             output.write(start)
         prefixed = memoryview(block.replace(b"\n", b"\n" + start))
         is_line_start = block.endswith(b"\n")
-        # `replace` has added a prefix after the last newline. The line after this newline is in the
-        # next block, or does not exist. So remove that prefix.
+        # If the block ends with a newline, `replace` has added a prefix after this newline. Remove
+        # this prefix: if there is a next block, the prefix is written at the start of that block.
         output.write(prefixed[: -len(start)] if is_line_start else prefixed)
 
 
 def _is_attempt_over(place: RunPlace, number: int) -> bool:
     """Return True if a later attempt of the run has started, or if the run has ended.
 
-    The end of the attempt itself is not enough, because a later attempt may still start.
+    The result is False between the end of the attempt and the start of the next attempt.
     """
     record = read_local_record(place.run_id)
     has_next = place.attempt(number + 1).directory.exists()

@@ -72,7 +72,8 @@ def needs_mlflow_parent(env: Mapping[str, str], *, is_job: bool) -> bool:
     Args:
         env: Variables of the component that do not come from `tracker_env`.
         is_job: True if the component is a Ray job. A Ray job needs a parent run only if it uses an
-            MLflow server, because this machine cannot read MLflow files of another machine.
+            MLflow server. Without a server, the job may write its MLflow runs to files on another
+            machine, where Muster cannot create a parent run.
     """
     if any(name in env for name in _MLFLOW_SELECTORS):
         return False
