@@ -46,7 +46,7 @@ class Level(Enum):
 
     #: A signal to the process group of a component ends the component's processes.
     L1 = "L1"
-    #: A guardian process owns each component and ends its process tree.
+    #: Each component has a guardian process, which ends all processes of the component.
     L2 = "L2"
     #: In addition to the guardian process, each component has a cgroup.
     L3 = "L3"
@@ -75,7 +75,7 @@ class Containment:
     #: Directory of the parent cgroup. Each component gets a cgroup below this directory. None if
     #: the components get no cgroup.
     cgroup_parent: str | None = None
-    #: Mapping from a level above `level` to the reason why Muster does not use that level.
+    #: Mapping from each unavailable containment level to the reason why it is unavailable.
     missing: Mapping[Level, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def __str__(self) -> str:

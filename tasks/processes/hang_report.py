@@ -102,8 +102,8 @@ def _read_text(path: Path, otherwise: str = "") -> str:
 #: Largest number of processes that are examined with py-spy. One py-spy process is started for each
 #: of them, all at the same time.
 _ASKED_AT_MOST = 32
-#: Largest number of ranks that are named as probable causes of a hang. If more ranks are equally
-#: probable, only the first rank is named.
+#: Largest number of ranks that are named together as probable causes of a hang. If even more ranks
+#: are equally probable causes, only one of these ranks is named.
 _SUSPECTS_AT_MOST = 3
 #: If the path of a source file contains one of these texts, the file is library code and not the
 #: program's own code.
@@ -111,9 +111,10 @@ _NOT_OWN = ("/lib/python", "-packages/", "<frozen", ".pyx")
 #: If the path of a source file contains this text, the file is Muster's wrapper of a Ray job and
 #: not the program's own code.
 _WRAPS = "/muster_driver/"
-#: Pattern of a stack frame in which a process waits for other ranks or for child processes. It
-#: matches the backward pass, waiting functions of `multiprocessing`, and PyTorch's and DeepSpeed's
-#: modules for distributed training. In these modules, a process hardly waits for anything else.
+#: Pattern of a stack frame in which a process waits for other ranks or for child processes. The
+#: pattern matches the backward pass, functions that exchange data between ranks, and all functions
+#: in certain modules of PyTorch, DeepSpeed and `multiprocessing`. A process that waits in one of
+#: these modules nearly always waits for other processes.
 _WAITS_FOR_OTHERS = re.compile(
     r"\b(?:_engine_run_backward|backward|all_reduce\w*|all_gather\w*|_all_gather_base|all_to_all\w*"
     r"|reduce_scatter\w*|_reduce_scatter_base|broadcast\w*|barrier|monitored_barrier|gather|scatter"
@@ -364,8 +365,8 @@ def _examine_process(pid: int, threads: list[dict[str, Any]] | str) -> HungProce
     )
     if not threads or isinstance(threads, str):
         return process
-    # The rank stays unknown if Muster may not read the environment of the examined process. py-spy
-    # may have more permissions than Muster.
+    # py-spy can have permissions that Muster does not have. So Muster can be unable to read the
+    # environment of a process that py-spy has read. The rank then stays unknown.
     with suppress(PermissionError):
         process["rank"] = read_environment(pid).get("RANK", "")
     stacks = [thread["frames"] for thread in threads if thread["frames"]]
@@ -517,8 +518,8 @@ def abort_python(processes: Iterable[ProcessId], within_s: float) -> None:
     deadline = time.monotonic() + within_s
     asked = [process for process in processes if handles_signal(process.pid, signal.SIGABRT)]
     for process in asked:
-        # Stop all processes first. Otherwise a process that waits for another process would resume
-        # after the end of that process, and its call stack would not show the wait.
+        # Stop all processes first. Otherwise, the end of one process would let a waiting process
+        # resume, and the call stack of the waiting process would no longer show the wait.
         _send_signal(process, signal.SIGSTOP)
     for process in asked:
         with suppress(OSError, ValueError):
@@ -564,13 +565,13 @@ _EXAMINATION = "the search for the place where a component hangs"
 _EXAMINED_WITHIN_S = 15.0
 #: Time limit in seconds for writing the report on a component that hangs.
 _REPORTED_WITHIN_S = 1.0
-#: Time limit in seconds for the processes that get SIGABRT before the stop signal, so that they
-#: write their call stacks.
+#: Time limit in seconds for writing call stacks before the stop signal is sent. Processes write
+#: their call stacks when they get SIGABRT.
 _ABORTED_WITHIN_S = 1.0
 #: Time limit in seconds for copying the end of the component's log into the report.
 _COPIED_WITHIN_S = 1.0
-#: Seconds from SIGABRT to SIGKILL for processes that have survived the stop signal. The time is
-#: never longer than half of the grace period.
+#: Seconds from SIGABRT to SIGKILL for processes that have survived the stop signal. If half of the
+#: grace period is shorter, half of the grace period is used instead.
 _BEFORE_KILL_S = 1.0
 #: Largest number of bytes of the log that are copied into the report.
 _LOG_BYTES_AT_MOST = 1 << 20
@@ -623,10 +624,11 @@ class Diagnosis:
 
     @asynccontextmanager
     async def collecting_output(self) -> AsyncIterator[None]:
-        """Collect the last output of the component. The caller stops the component in this context.
+        """Collect the last output of the component while the caller stops the component.
 
-        Processes that catch SIGABRT write their call stacks into the log. At the end, the new part
-        of the log is added to the report.
+        The caller must stop the component inside the `async with` block. This method sends SIGABRT
+        to processes with a handler for it, so that they write their call stacks into the log. At
+        the end of the block, the new part of the log is added to the report.
         """
         await call_with_time_limit(_ABORTED_WITHIN_S, self._abort_early, None, _EXAMINATION)
         late = asyncio.create_task(self._abort_late())
@@ -670,8 +672,8 @@ class Diagnosis:
         if handles_signal(pid, self.command.stop_signal):
             return False
         # The stop signal reaches only the process group of the component's first process. If the
-        # first process handles the signal, it may then save a checkpoint with the help of processes
-        # outside this group. So do not abort these processes in that case.
+        # first process has a handler for the signal, the handler may save a checkpoint with the
+        # help of processes outside this group. In that case, abort only processes in this group.
         first = self.process.pid or 0
         saves = handles_signal(first, self.command.stop_signal)
         return not saves or _read_group(pid) == _read_group(first)

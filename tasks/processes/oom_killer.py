@@ -172,7 +172,7 @@ class LoggedKill:
     #: Memory of the killed process in bytes, without files and shared memory.
     memory_bytes: int
     #: Path, from the root of the cgroup hierarchy, of the cgroup whose memory limit was reached.
-    #: Empty if the kernel log does not name the cgroup. None if no cgroup reached a limit, and the
+    #: Empty if the kernel log does not name the cgroup. None if the process was killed because the
     #: whole machine had no free memory.
     limiting_group: str | None
 

@@ -155,8 +155,8 @@ class PlaceReader:
 
         Raises:
             PlaceTimeout: The function has not returned in time, or the thread of this object is
-                blocked in a call that exceeds its time limit. Other errors of the function are
-                raised, too.
+                blocked in a call that exceeds its time limit.
+            Exception: The function has raised this error.
         """
         if result.done():
             return result.result()
@@ -179,7 +179,7 @@ class PlaceReader:
         within_s: float = ANSWERS_WITHIN_S,
         must_stop: Callable[[], bool] = lambda: False,
     ) -> T:
-        """Let the reader's thread call a function, and block the caller until it has the result.
+        """Call a function in the reader's thread, block until it returns, and return its result.
 
         Args:
             work: The function.
@@ -189,7 +189,8 @@ class PlaceReader:
 
         Raises:
             PlaceTimeout: The function has not returned in time, an earlier call is overdue, or
-                `must_stop` returned True. Other errors of the function are raised, too.
+                `must_stop` returned True.
+            Exception: The function has raised this error.
         """
         if self.is_overdue:
             raise PlaceTimeout(str(self))
@@ -206,7 +207,7 @@ class PlaceReader:
         raise PlaceTimeout(str(self))
 
     def close(self) -> None:
-        """End the thread when its calls have returned. Does not wait."""
+        """Let the reader's thread end after its running and queued calls. Return at once."""
         with self._lock:
             if self._has_thread:
                 self._has_thread = False
