@@ -123,7 +123,7 @@ class Grant(BaseModel):
 
 
 class _ExpectedEnd(BaseModel):
-    """Expected end of a run, as the label _EXPECTED_END contains it in JSON."""
+    """Expected end of a run. The label _EXPECTED_END contains this object in JSON format."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -212,7 +212,11 @@ def requeue_labels(*, not_before: float = 0.0) -> dict[str, Any]:
 
 
 def not_before(flow_run: FlowRun) -> float:
-    """Return the earliest next start of a requeued run in UTC epoch seconds, or 0 if unset."""
+    """Return the earliest next start of a requeued run.
+
+    Returns:
+        The time in UTC epoch seconds, or 0 if the run may start at any time.
+    """
     return _to_number(flow_run.labels.get(_NOT_BEFORE))
 
 
@@ -304,8 +308,8 @@ async def set_state(
     if not history or history[-1].id != answer.state.id:
         return None
     # Find the states that other processes have set since `current_run` was read. Ignore states with
-    # the name of the new state. This function may have set two states with this name, because
-    # Prefect's client may send a request twice.
+    # the name `state.name`, because this function may have set such a state twice: Prefect's client
+    # may send the same request twice.
     overwritten = [
         earlier
         for earlier in history[:-1]
@@ -365,8 +369,8 @@ def may_have_process(flow_run: FlowRun) -> bool:
 async def was_set_back(client: PrefectClient, flow_run: FlowRun) -> bool:
     """Return True if a user has set a Running flow run to Scheduled by hand.
 
-    The function only checks that the last state before Scheduled was Running. The process of the
-    flow run may still work.
+    The result is True if the last state before Scheduled was Running. The function does not check
+    whether the process of the flow run is still running.
     """
     history = await _read_history(client, flow_run)
     earlier = [state for state in history if not state.is_scheduled()]
@@ -388,10 +392,10 @@ async def restore_state(client: PrefectClient, flow_run: FlowRun, final_state: S
 
 
 async def forget_process(client: PrefectClient, flow_run: FlowRun) -> None:
-    """Remove the process id that the server has recorded for a flow run without a process.
+    """Delete the recorded process id of a flow run that no longer has a process.
 
-    Otherwise, if a user cancelled the waiting flow run, Prefect would wait forever for the end of
-    the old process.
+    If the server kept the process id, and a user cancelled the flow run, Prefect would wait forever
+    for the end of this process.
     """
     path_parameters = {"id": flow_run.id}
     content = {"infrastructure_pid": None}

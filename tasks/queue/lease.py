@@ -112,10 +112,10 @@ class HostLock:
     path: Path
     #: File descriptor of the locked file, or None if this object does not hold the lock.
     _fd: int | None = None
-    #: Id of the locked file on this host. None if this object does not hold the lock. A scheduler
-    #: writes the id of its lock into the scheduling lease. If this object holds the lock, but the
-    #: lease of another scheduler contains the same id, the other scheduler has lost the lock. So
-    #: the other scheduler has ended without giving the lease back.
+    #: Id of the lock. None if this object does not hold the lock. A scheduler that holds the lock
+    #: writes this id into its scheduling lease. While this object holds the lock, no other process
+    #: of the host holds the lock. So if the lease of another scheduler then contains this id, that
+    #: scheduler has ended without giving the lease back.
     lock_id: str | None = None
 
     def try_lock(self) -> bool:
@@ -157,10 +157,10 @@ class HostLock:
 
 
 def _make_lock_id(fd: int) -> str:
-    """Return the id of an open file on this host. On another host, the same file has another id.
+    """Return the id of a lock on an open file. Each host has a different id for the same file.
 
-    The ids must differ because, on some NFS mounts, processes on two hosts can lock the same file
-    at the same time.
+    On some NFS mounts, processes on two hosts can lock the same file at the same time. If both
+    locks had the same id, each process would assume that the other process has ended.
     """
     status = os.fstat(fd)
     return f"{boot_id()} {status.st_dev} {status.st_ino}"
@@ -245,7 +245,8 @@ class SchedulingLease:
     #: longer must be repeated. All schedulers of a server must use the same value. Otherwise one
     #: scheduler could delete the lease while another scheduler still writes.
     hold_s: float = 30.0
-    #: Time, in seconds, until another scheduler deletes a scheduling lease that was not given back.
+    #: Time, in seconds, after which a scheduler deletes the lease of another scheduler, if that
+    #: lease was not given back. The time starts when the deleting scheduler first reads the lease.
     #: The value must be clearly larger than `hold_s`, so that the last write of the holder reaches
     #: the server before the deletion.
     expire_s: float = 45.0

@@ -44,12 +44,12 @@ _log = logging.getLogger(__name__)
 #: Longest time, in seconds, to wait for the scheduling lease, the lock for writing decisions. Other
 #: schedulers normally hold the lease for a shorter time.
 _LEASE_TIMEOUT_S = 5.0
-#: Time, in seconds, after which the same demand is sent to an autoscaler again, because a restarted
-#: Ray head node has forgotten the demand.
+#: Time, in seconds, after which an unchanged demand is sent to an autoscaler again. The repetition
+#: is needed because a Ray head node forgets the demand when it restarts.
 _DEMAND_LIFETIME_S = 30.0
 #: Largest number of state messages that a scheduler writes while it holds the scheduling lease.
-#: Then the scheduler gives the lease back to let other schedulers write their decisions, and later
-#: takes the lease again for the next messages.
+#: After these writes, the scheduler gives the lease back, so that other schedulers can write their
+#: decisions. For the next messages, the scheduler takes the lease again.
 _WRITES_PER_LEASE = 10
 #: Largest number of state messages that are written after one scheduling pass. A limit is needed
 #: because the messages become outdated during the writes.
@@ -100,9 +100,9 @@ class Scheduler:
         #: Mapping from the address of a Ray cluster to the last request to its autoscaler: the
         #: requested nodes, and the time of the request in monotonic seconds.
         self._demands: dict[str, tuple[list[dict[str, float]], float]] = {}
-        #: Four values about the last scheduling pass: the pass itself, the id of the last decision
-        #: that the pass has seen on the server, the time of the last complete reading of the queue,
-        #: and the time of the last reading of any kind. The times are monotonic seconds.
+        #: Four values: the last scheduling pass, the last known id of a decision that any scheduler
+        #: has written to the server, the time of the last complete reading of the queue, and the
+        #: time of the last complete or partial reading. The times are monotonic seconds.
         self._last: tuple[SchedulingPass | None, str | None, float, float] = _NO_PASS
         #: Ids of the waiting runs whose state message this scheduler has written since the last
         #: pass. The next pass must read these runs again.
@@ -122,7 +122,8 @@ class Scheduler:
         - Runs that can never start fail.
         - Waiting runs of a deployment that has reached its concurrency limit are cancelled, if the
           strategy of the limit is CANCEL_NEW.
-        - Runs that were not started after their grant lose the grant and wait again.
+        - If a run has a grant but no worker will start the run, the run loses the grant and waits
+          again.
 
         Args:
             may_start: Function that returns True if this process should start a run on given nodes.
@@ -298,9 +299,9 @@ class Scheduler:
         await self._client.update_flow_run_labels(
             entry.id, grants.no_grant_labels() | grant.label() | _label_typed_name(entry)
         )
-        # If the write took too long, `check` raises LeaseLost, and the run does not start: another
-        # scheduler may have granted the same GPUs. The next scheduling pass deletes one of the two
-        # grants.
+        # If writing the grant took too long, `check` raises LeaseLost, and the run does not start.
+        # The reason is that another scheduler may have granted the same GPUs to another run. In
+        # that case, the next scheduling pass deletes the grant of one of these two runs.
         held_lease.check()
         due = entry.flow_run.expected_start_time or entry.state_since
         waited_s = max(0.0, now - due.timestamp())
@@ -369,8 +370,8 @@ class Scheduler:
     async def _rename(self, entry: QueueEntry, name: str) -> None:
         """Set the name of a flow run on the server, unless the flow run already has that name.
 
-        A label keeps the old name, so that `muster show` still finds the run by that name. A user
-        may have typed the old name into the form *Custom run* of the Prefect UI.
+        A user may have typed the old name into the form *Custom run* of the Prefect UI. So a label
+        keeps the old name, and `muster show` still finds the run by the old name.
 
         Call this method before setting the state of the flow run, because messages of Prefect's
         automations about the new state contain the name.
@@ -396,9 +397,9 @@ class Scheduler:
     async def publish_reasons(self, scheduling_pass: SchedulingPass) -> bool:
         """Write the messages of a scheduling pass into the states of the waiting runs.
 
-        The method also asks the autoscalers of Ray clusters for the nodes that the waiting runs
-        need. A run that waits in its own process is left out, because that process writes the state
-        of the run.
+        No message is written for a run that waits in its own process, because that process writes
+        the state of the run. The method also asks the autoscalers of Ray clusters for the nodes
+        that the waiting runs need.
 
         Args:
             scheduling_pass: The last scheduling pass.
