@@ -326,8 +326,8 @@ class RayJob(RunningComponent):
         Only the nodes that the cluster drains have a planned end.
 
         Returns:
-            None if the job does not run, or if the cluster drains no node of the job or does not
-            answer.
+            None if the job does not run, if the cluster does not answer, or if the cluster drains
+            no node of the job.
         """
         if self._state is None or self._is_final:
             return None
@@ -354,9 +354,9 @@ class RayJob(RunningComponent):
         self._take_down.kill_not_before = time.monotonic() + for_s
 
     def stop(self) -> None:
-        """Start to stop the job, and return at once. The job may use its whole grace period.
+        """Begin to end the job, and return at once. The job may use its whole grace period.
 
-        The call may be repeated. It does nothing while the job is ending.
+        Further calls are allowed. Calls that are made while the job is ending have no effect.
         """
         if self._ending is None or (self._ending.done() and not self._is_clear):
             self._note_stop()

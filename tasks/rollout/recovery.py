@@ -40,7 +40,8 @@ _log = logging.getLogger(__name__)
 _FIRST_POLL_S = 0.1
 #: Longest time in seconds between two health checks of a starting server.
 _LAST_POLL_S = 1.0
-#: Seconds to wait until a cancelled task that starts a server group has ended.
+#: Longest wait in seconds for the end of a task after its cancellation. The task was starting a
+#: server group.
 _CANCEL_WITHIN_S = 1.0
 #: Time limit in seconds to check the ports of a group of servers and to find new ports.
 _PORTS_WITHIN_S = 200.0
@@ -66,7 +67,7 @@ class Incident:
     closes_s: float
     #: Indexes of the server groups that have failed.
     groups: set[int] = field(default_factory=set)
-    #: Counted rounds of restarts. Round 0 is the first restart of each server group, round 1 is the
+    #: Allowed rounds of restarts. Round 0 is the first restart of each server group, round 1 is the
     #: second restart of each group, and so on. Each round uses up one of the allowed recoveries.
     paid: set[int] = field(default_factory=set)
 
@@ -90,14 +91,13 @@ class Incidents:
     def add_failure(self, group: int, *, now_s: float, window_s: float) -> Incident:
         """Return the incident to which a new failure of a server group belongs.
 
-        A new incident begins if the last incident is over or already contains the group. Otherwise,
-        the failure belongs to the last incident.
+        If the last incident is not over and does not contain the group yet, the failure belongs to
+        that incident. Otherwise, a new incident begins.
 
         Args:
             group: Index of the group.
             now_s: Time of the failure, in seconds of the event loop's clock.
-            window_s: Duration of a new incident in seconds. Failures during this time belong to the
-                incident.
+            window_s: Duration of a new incident in seconds.
         """
         # If the last incident already contains this server group, the group has failed again after
         # a restart. Then the new failure begins a new incident.
@@ -107,17 +107,17 @@ class Incidents:
         return self._last
 
     def pay(self, incident: Incident, attempt: int) -> bool:
-        """Return True if a server group may be restarted, and count the restart.
+        """Return True if a server group may be restarted, and update the allowed recoveries.
 
-        The first restarts of all groups in an incident count together as one recovery. The second
-        restarts count together as another recovery, and so on.
+        Within an incident, the first restarts of all groups together use up only one of the allowed
+        recoveries. The second restarts together use up another recovery, and so on.
 
         Args:
             incident: The incident that the failure of the group belongs to.
             attempt: Number of the group's restart during the incident, from 0.
 
         Returns:
-            True if the restart is allowed. False if the budget is used up.
+            True if the restart is allowed. False if all allowed recoveries are used up.
         """
         if attempt not in incident.paid and self._remaining_budget > 0:
             self._remaining_budget -= 1
@@ -213,9 +213,10 @@ class Recovery:
         self._released.set()
 
     async def wait_for_ended_processes(self) -> None:
-        """Wait until the processes of all failed server groups have ended, or could not be ended.
+        """Wait for the end of the processes of all failed server groups.
 
-        The wait always ends, because each call that ends processes has a time limit.
+        The wait always ends, because each call that ends processes has a time limit. Afterwards,
+        processes that could not be ended may still run.
         """
         await asyncio.gather(*(case.processes_ended.wait() for case in self._cases.values()))
 
@@ -247,8 +248,8 @@ class Recovery:
             starting.cancel()
         if not self._is_open or after.state is not GroupState.INACTIVE:
             return
-        # A server group that fails during its restart already has a `_Case`, whose task tries
-        # again. So no second `_Case` is needed.
+        # If a server group fails during its restart, the task of its `_Case` tries again. So in
+        # this situation, open a new `_Case` only if the group has none.
         is_new = before.is_running or before.state is GroupState.RETIRED
         if is_new or (before.state is GroupState.RECOVERING and group not in self._cases):
             self._open_case(after)

@@ -49,7 +49,8 @@ _NAME = "prefect-server"
 _DATABASE = "prefect.db"
 #: Longest wait for the start of a temporary server, in seconds.
 _START_TIMEOUT_S = 120.0
-#: Longest wait for Prefect's pending log lines and events before the server is stopped, in seconds.
+#: Longest wait, in seconds, until Prefect has sent its pending log lines and events. The wait takes
+#: place before the server is stopped.
 _FLUSH_TIMEOUT_S = 5.0
 
 #: True if the Prefect server of this context is a temporary server.
@@ -154,7 +155,7 @@ def find_lasting_api_url() -> str | None:
 def read_configured_secrets(spec: RunSpec) -> dict[str, str]:
     """Return the values of the Prefect Secret blocks that a run spec names.
 
-    The blocks are read from the Prefect server of this context.
+    The blocks are read from the Prefect server at PREFECT_API_URL.
 
     Returns:
         Mapping from the name of a block to its value.
@@ -237,14 +238,15 @@ def make_server_command(
 ) -> Command:
     """Return the command that starts a Prefect server.
 
-    The server sends no usage statistics. From a browser, the server accepts requests only from its
-    own pages.
+    The server sends no usage statistics. In a browser, only the web pages of the server itself may
+    use the server's API.
 
     Args:
         home: Folder for the database, the log and other files of the server.
         port: Port of the server.
         address: IP address on which the server listens.
-        settings: Further settings of Prefect as environment variables, such as another database.
+        settings: Further environment variables with settings of Prefect, for example the URL of
+            another database.
     """
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")
