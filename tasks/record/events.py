@@ -309,8 +309,8 @@ PAYLOADS: Mapping[str, tuple[str, ...]] = {
     "muster.node.undrained": ("node", "pool", "by"),
 }
 
-#: Mapping from the names of events in `events.jsonl` to their names on the Prefect server. Only
-#: these events of an attempt are also sent to the server.
+#: Events that Muster writes into `events.jsonl` and also sends to the Prefect server. Each key is
+#: the name of an event in `events.jsonl`. The value is the name of the event on the server.
 SERVER_EVENT_NAMES: Mapping[str, str] = {
     "attempt.ready": "muster.run.ready",
     "run.alarm": "muster.run.alarm",

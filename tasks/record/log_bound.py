@@ -20,13 +20,14 @@ _HEAD_DIVISOR = 4
 #: Share of `log_max_bytes` for the newest lines of a log: 1/2. After each call of `LogBound.apply`,
 #: the log can grow until it reaches `log_max_bytes` again.
 _TAIL_DIVISOR = 2
-#: The deleted part of a log should end with a whole line. So Muster searches this number of bytes
-#: after the planned end of the deleted part for a newline, and deletes the bytes up to the newline.
+#: The deleted middle part of a log should end with a whole line. So Muster extends this part to the
+#: next newline, if the newline is within this number of bytes.
 _LINE_BYTES = 1 << 16
 #: Flags of fallocate(2): FALLOC_FL_PUNCH_HOLE and FALLOC_FL_KEEP_SIZE.
 _PUNCH_HOLE = 0x02 | 0x01
-#: Line that Muster writes at the beginning of the deleted part. The rest of the deleted part reads
-#: as zero bytes. The number has a fixed width, so that a later call can overwrite the line.
+#: If a log is too long, Muster deletes the middle part of the log and writes this line at the
+#: beginning of the deleted part. The rest of the deleted part reads as zero bytes. The number of
+#: bytes in the line has a fixed width, so that a line with a new number can overwrite this line.
 _MARKER = "[muster: {:15d} bytes of this log were left out here, see log_max_bytes]\n"
 _MARKER_PATTERN = re.compile(rb"\[muster: +(\d+) bytes of this log were left out here, [^\n]*\n")
 #: Matches the deleted part of a log, which reads as zero bytes.

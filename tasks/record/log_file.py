@@ -65,8 +65,8 @@ class _OpenLog:
                 return content
             self._copy.close()
             self._copy = None
-        # Log rotation has truncated the file. All of the old content was read, or the rest of the
-        # old content is lost because no copy exists. So read the file from its beginning.
+        # Log rotation has truncated the file. Either the old content was read completely, or no
+        # copy of the old content exists. In both cases, continue at the beginning of the file.
         self._tail.restart()
         return self._advance(self._tail.read(self.file.fileno()) or b"")
 
@@ -301,8 +301,9 @@ class LogFile:
             count: Number of last lines that are not skipped.
 
         Returns:
-            False if the log file does not exist or has fewer lines. Nothing is skipped then,
-            because the older files of the log may contain the missing lines.
+            False if the log file does not exist or has fewer than `count` lines. In this case, no
+            line is skipped, because some of the last `count` lines may be in older files, which log
+            rotation has created.
         """
         self._open(self._path)
         self._was_read = any([log.skip_to_last_lines(count) for log in self._open_logs.values()])

@@ -238,8 +238,8 @@ def callers_umask() -> int | None:
 def write_for_caller(path: Path, text: str) -> None:
     """Write a text file into a project of the user.
 
-    A new file gets the same mode as a file that a program in the user's shell creates. An existing
-    file keeps its mode.
+    The umask of the user's shell determines the mode of a new file. An existing file keeps its
+    mode.
     """
     is_new = not path.exists()
     path.write_text(text, encoding="utf-8")

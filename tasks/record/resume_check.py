@@ -17,9 +17,9 @@ def compare_first_step(resume: ResumeRecord, first_step: float, next_step: float
     Args:
         resume: Record of the checkpoint that Muster chose for the attempt.
         first_step: First training step that the trainer reports in the attempt.
-        next_step: Training step in the last new line of metrics, if several lines were read at
-            once. Otherwise equal to `first_step`. The steps can differ, because some trainers first
-            write the metrics of earlier attempts again.
+        next_step: Training step in the newest line of the metrics. Equal to `first_step` if only
+            one line was read so far. The steps can differ, because some trainers first write the
+            metrics of earlier attempts again.
 
     Returns:
         The warning, or an empty string if the first step fits the step of the checkpoint.

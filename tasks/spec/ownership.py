@@ -26,14 +26,15 @@ _log = logging.getLogger(__name__)
 #: Largest number of symbolic links that the kernel follows in one path. Source: path_resolution(7).
 _MOST_LINKS = 40
 _ROOT_UID = 0
-#: Files in the working directory from which Prefect reads settings. The files must be trusted,
-#: because a setting can contain the name of a program that Prefect runs.
+#: Files in the working directory from which Prefect reads settings. Muster checks that no other
+#: user could have changed these files, because a setting can contain the name of a program that
+#: Prefect runs.
 PREFECT_SETTINGS = (".env", "prefect.toml", "pyproject.toml")
 #: Layout of the kernel's data about the process at the other end of a local socket: process id,
 #: user id and group id. Source: SO_PEERCRED in unix(7).
 _PEER = struct.Struct("3i")
-#: Name of the extended attribute with the access control list of a file. Such a list gives rights
-#: to further users.
+#: Name of the extended attribute with the access control list of a file. Such a list can give
+#: access to users other than the owner and the members of the file's group.
 _ACL = "system.posix_acl_access"
 
 
@@ -99,8 +100,8 @@ def _find_writable_fault(path: Path, status: os.stat_result) -> str:
 def _is_private_group(path: Path, status: os.stat_result) -> bool:
     """Return True if the owner of a path is the only member of the path's group.
 
-    Many systems create such a group for each user, with the same name, and allow the group to write
-    to the user's files. This is safe, because the group has no other member.
+    Many systems create such a group for each user. The group has the same name as the user, and may
+    write to the user's files. This is safe, because the group has no other member.
     """
     try:
         owner = pwd.getpwuid(status.st_uid)
@@ -181,8 +182,8 @@ def _find_part_fault(
         path: Path of the file or folder, for the message.
         status: Status of the file or folder.
         users: Ids of the trusted owners. None means the users of `trusted_users`.
-        is_last: True if this is the last part of the checked path. A folder with the sticky bit
-            that every user may write to is accepted only if it is not the last part.
+        is_last: True if this is the last part of the checked path. A folder that every user may
+            write to is accepted only if it has the sticky bit and is not the last part.
     """
     is_sticky = stat.S_ISDIR(status.st_mode) and bool(status.st_mode & stat.S_ISVTX)
     if is_sticky and not is_last:

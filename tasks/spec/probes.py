@@ -278,7 +278,7 @@ _NOT_LIVENESS = {
 
 
 class LiveProbe(Probe):
-    """Check that decides whether a running component still works.
+    """A check that shows whether a running component still works.
 
     The component has stalled if several checks in a row fail. The probe can also watch the
     component's child processes.

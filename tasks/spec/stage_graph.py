@@ -56,7 +56,8 @@ def find_graph_faults(indexed_stages: Mapping[int, Mapping[str, Any]]) -> Iterat
     """Yield a fault for each unknown name in `needs`, and for each cycle of stages.
 
     Args:
-        indexed_stages: Mapping from the index of each stage in the list to the stage as plain data.
+        indexed_stages: The stages of a pipeline, as plain data. Each key is the index of a stage in
+            the list `stages` of the pipeline spec.
     """
     needs = list_needs([*indexed_stages.values()])
     for index, stage in indexed_stages.items():
