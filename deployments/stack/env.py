@@ -43,8 +43,8 @@ SET_UP = "Set up:"
 #: Environment variable with the id of the `muster up` stack. Every process of a stack has this
 #: variable, including the processes of runs.
 STACK_VARIABLE = "MUSTER_STACK"
-#: Environment variable that gives `deployments.stack.setup` the URL of the `muster up` stack's Ray
-#: dashboard.
+#: Environment variable with the URL of the Ray dashboard that `muster up` has started. The program
+#: `deployments.stack.setup` reads this variable.
 RAY_VARIABLE = "MUSTER_STACK_RAY"
 
 #: Environment variables that describe this process or its run. Programs of a stack must not inherit

@@ -187,9 +187,9 @@ def ensure_pools_of_deployments(client: SyncPrefectClient) -> None:
 
     Deployments of the flow `train` get the pool POOL, and those of `pipeline` get PIPELINES_POOL.
 
-    The server keeps the deployments of a deleted work pool without a pool, and no worker starts
-    their runs. Deployments without pull steps are not changed: a process serves them, so they need
-    no pool.
+    If a work pool is deleted, its deployments remain on the server, but have no work pool. So no
+    worker starts their runs. Deployments without pull steps are not changed: a process serves them,
+    so they need no pool.
     """
     for flow, pool in ((_TRAIN, POOL), (_PIPELINE, PIPELINES_POOL)):
         name_filter = FlowFilter(name=FlowFilterName(any_=[flow]))

@@ -167,8 +167,8 @@ def _format_usage_error(error: CycloptsError) -> Panel:
             lines.append(f"--{option}: {fault['msg']}")
         return CycloptsPanel("\n".join(lines))
     if isinstance(error, UnusedCliTokensError) and error.unused_tokens and error.app is not None:
-        # A command such as `muster queue` also works without a subcommand. So cyclopts does not
-        # recognise a mistyped subcommand, and reports an argument that the command does not use.
+        # A command such as `muster queue` also works without a subcommand. So cyclopts takes a
+        # mistyped subcommand for an argument of this command, and reports an unused argument.
         word = error.unused_tokens[0]
         verbs = [name for name in error.app if not name.startswith("-")]
         if verbs:

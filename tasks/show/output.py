@@ -177,8 +177,8 @@ def replace_stream(name: str, replacement: Any, stack: ExitStack) -> None:
     stream: TextIO = getattr(sys, name)
     _set_until_closed(sys, name, replacement, stack)
     for handler in _log_handlers():
-        # Replace the stream of the log handler, too, because a handler keeps the stream with which
-        # it was created.
+        # A log handler keeps the stream with which it was created, even after `sys.stdout` or
+        # `sys.stderr` was replaced. So replace the stream in the handler, too.
         if handler.stream in (stream, unguarded(stream)):
             _set_until_closed(handler, "stream", replacement, stack)
             if (console := getattr(handler, "console", None)) is not None:

@@ -48,10 +48,11 @@ def describe_attempt(attempt: AttemptRecord) -> Iterator[str]:
 
 
 def describe_parent(record: RunJson) -> str:
-    """Return a text about the checkpoint of another run from which a user has started a run.
+    """Return a text about the checkpoint from which a run started, if another run has written it.
 
     Returns:
-        A text such as `step 20 of RUN, PATH`. Empty if the run started without a checkpoint.
+        A text such as `step 20 of RUN, PATH`. RUN is the id of the other run, and PATH is the path
+        of the checkpoint. Empty if the run did not start from a checkpoint of another run.
     """
     parent = (record.provenance or {}).get("parent")
     if not isinstance(parent, Mapping):

@@ -50,8 +50,7 @@ _ARTIFACTS: Mapping[str, tuple[float, Callable[[RunView], Shown | None] | None]]
 #: Minimum interval between two updates of an artifact, as a fraction of the age of the run. So
 #: artifacts of a long run are updated less often.
 _INTERVAL_PER_AGE = 0.01
-#: Longest interval, in seconds, that the age of a run can require between two updates of an
-#: artifact.
+#: Upper limit, in seconds, for the minimum interval that is calculated with `_INTERVAL_PER_AGE`.
 _MAX_INTERVAL_S = 60.0
 #: Artifacts that contain durations. These artifacts are updated even if no event occurs.
 _TIMED_ARTIFACTS = (pages.SUMMARY, pages.TIMELINE, pages.REWARD)
@@ -189,7 +188,7 @@ class RunPage:
             return min(_MAX_WAIT_S, max(0.0, wait_s))
 
     def send(self, *, is_last: bool = False, is_enough: Callable[[], bool] = lambda: False) -> None:
-        """Send the artifacts that must be updated now to the server.
+        """Send to the server all artifacts that must be updated now.
 
         Args:
             is_last: True at the end of the run. All artifacts that may have changed are sent.

@@ -30,8 +30,8 @@ class Run:
     run_id: str
     #: Id of the flow run. Empty if `run.json` does not contain it.
     flow_run_id: str
-    #: State of the run as in `run.json`: queued, pending_resources, admitted, starting, running,
-    #: stopping, completed, failed or cancelled. The state is crashed if the process of the run was
+    #: State of the run: queued, pending_resources, admitted, starting, running, stopping,
+    #: completed, failed, cancelled or crashed. `crashed` means that the process of the run was
     #: lost.
     state: str
     #: Message about the state: the reason for waiting, or how the run ended.

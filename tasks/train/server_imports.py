@@ -10,11 +10,12 @@ from types import ModuleType
 def import_server_runs() -> ModuleType:
     """Import and return the module `server_runs`, which reads runs from the Prefect server.
 
-    The first call imports Prefect, which takes seconds. So call this function only if a server may
-    be configured.
+    The first call imports Prefect, which takes seconds. So call this function only if the caller
+    needs data from a Prefect server.
 
-    The module `tasks.client` calls this function during its own import. If `server_runs` were
-    imported later, Python could find another package with the name `tasks` in the user's project.
+    The module `tasks.client` is an exception: it always calls this function during its own import.
+    If `server_runs` were imported later, Python could find another package with the name `tasks` in
+    the user's project.
     """
     from tasks.train import server_runs
 

@@ -36,8 +36,9 @@ class RunReport:
     killed: tuple[int, ...] = ()
     #: Submission ids of the Ray jobs that were ended.
     jobs: tuple[str, ...] = ()
-    #: `muster reconcile` searches for leftover processes on Ray nodes that could not be checked at
-    #: the end of a Ray job. Each phrase is a result of this search, for example `checked node n1`.
+    #: Phrases about Ray nodes, for example `checked node n1`. Some nodes could not be checked for
+    #: leftover processes at the end of a Ray job. `muster reconcile` checks these nodes later, and
+    #: describes the results in these phrases.
     nodes: tuple[str, ...] = ()
     #: Files, directories and cgroups that were removed.
     removed: tuple[Path, ...] = ()
