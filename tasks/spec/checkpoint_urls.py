@@ -8,7 +8,7 @@ from dataclasses import dataclass
 #: Mapping from the protocol of a URL to the extra of the Python package `muster` that installs the
 #: client library of the object store. An empty string means that no extra is needed.
 EXTRAS = {"s3": "s3", "gs": "gcs", "file": ""}
-#: Mapping from other names of a protocol, which some trainers use, to its usual name.
+#: Mapping from the unusual protocol names of some trainers to the usual protocol names.
 _ALIASES = {"s3a": "s3", "gcs": "gs"}
 #: Matches the beginning of a URL. A local path never matches.
 _PROTOCOL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -35,7 +35,7 @@ def split_url(url: str) -> tuple[str, str]:
     """Split a URL into its protocol and its path. Slashes at the end of the path are removed.
 
     For `s3://bucket/a/`, the result is `("s3", "bucket/a")`. For `file:///data`, the result is
-    `("file", "/data")`. Other names of a protocol are replaced: `s3a` by `s3`, and `gcs` by `gs`.
+    `("file", "/data")`. The protocol `s3a` is replaced by `s3`, and `gcs` by `gs`.
 
     Raises:
         ValueError: The text is no URL.

@@ -17,8 +17,8 @@ from tasks.spec.values import Text, make_refusal
 _MAX_PATHS = 50
 #: Largest length of a path or URI, in characters.
 _MAX_LENGTH = 1000
-#: Matches the names of query parameters that contain the signature of a URL. A signed URL gives
-#: access to the data.
+#: Matches names of query parameters that occur in signed URLs, such as `X-Amz-Signature`. A signed
+#: URL gives access to the data.
 _SIGNING = re.compile(r"(?:^|[-_])sig(?:nature)?$|credential", re.IGNORECASE)
 _CREDENTIALS_REMEDY = "write the URI without credentials, and set them in the environment"
 
@@ -53,8 +53,8 @@ def _has_credentials(uri: str) -> bool:
         parts = urlsplit(uri)
         has_password = bool(parts.password)
     except ValueError:
-        # `urlsplit` rejects the text: the part after `://` is not a valid network address. So this
-        # part contains no password.
+        # `urlsplit` rejects the text, because the part after `://` is not a valid network address.
+        # Such a text counts as a URI without credentials.
         return False
     is_store = parts.scheme in ("s3", "s3a", "gs", "gcs")
     if has_password or (is_store and "@" in parts.netloc):

@@ -79,7 +79,7 @@ _GPU_LIBRARY = re.compile(r"\b(?:import|from) (?:torch|jax|tensorflow|keras|mlx)
 _TRAINING_ARGUMENTS = re.compile(r"\b(?:HfArgumentParser|TrlParser|TrlArgumentParser)\b")
 #: Matches comments and docstrings of Python code.
 _PROSE = re.compile(r'#[^\n]*|""".*?"""|\'\'\'.*?\'\'\'', re.DOTALL)
-#: Matches a number of training steps in a script, such as `max_steps=60`.
+#: Matches code that sets the total number of training steps, such as `max_steps=60`.
 _STEPS = re.compile(r"\b(?:max_steps|num_steps|total_steps|n_steps)\s*[=:]\s*(\d+)\b")
 #: Matches the name of the training step as a key, such as `"global_step":` in a dict.
 _STEP_KEY = re.compile(r"""["'](global_step|step|iteration|iter)["']\s*[:\]]""")
@@ -105,11 +105,12 @@ class Draft:
     #: Name of the recognised framework, such as `TRL`, or `a script` if no framework was
     #: recognised.
     framework: str
-    #: Main file of the training, relative to the directory.
+    #: Path of the training's main file, relative to the directory of the training.
     file: Path
     #: Text of the run spec, in YAML with comments.
     text: str
-    #: Other scripts in the directory that may start a training, the most likely first.
+    #: Paths of other scripts that may start the training, relative to the directory of the
+    #: training. The most probable script comes first.
     other_scripts: tuple[Path, ...]
     #: Names of required arguments of the script that have no value in the run spec.
     missing_arguments: tuple[str, ...]
@@ -126,7 +127,7 @@ def read_hook() -> str:
 def draft_spec(
     directory: Path, file: Path | None = None, *, gpus: int = 0, guide: str = "docs/run-spec.md"
 ) -> Draft:
-    """Recognise the training in a directory, and return a run spec with comments for the training.
+    """Recognise the training in a directory, and return a commented run spec for this training.
 
     Args:
         directory: The directory of the training.
@@ -279,10 +280,11 @@ def _read_candidate_files(directory: Path, files: Iterable[Path]) -> list[_Candi
 
 
 def _mark_started_scripts(scripts: Sequence[_CandidateFile]) -> list[_CandidateFile]:
-    """Return the scripts, with `is_started_by_launcher` set for those that a launcher starts.
+    """Return all scripts, with `is_started_by_launcher` set for scripts that a launcher starts.
 
-    A launcher is a Python script that starts its own ranks, and contains the file name of another
-    script. The launcher counts as a script that imports the started script.
+    A launcher is a Python script that itself starts the ranks of its training. Each script whose
+    file name appears in the launcher counts as started by the launcher. The source texts of the
+    started script and of its imports are added to the field `imported` of the launcher.
     """
     marked = {script.file: script for script in scripts}
     for launcher in scripts:
@@ -341,8 +343,8 @@ def _choose_script(
         suffix = script.file.suffix
         own = find_framework(suffix, script.content)
         index = own
-        # Search the imported modules for a framework only if the script itself uses no framework,
-        # or only the last one in the list, which matches any script.
+        # The last framework in the list matches any script. If the script itself uses no other
+        # framework, search the imported modules for a framework.
         if own >= len(frameworks) - 1:
             # A comment in a helper module may name a framework that the training does not use.
             codes = (remove_prose(text) for text in script.imported)
@@ -407,7 +409,8 @@ class _SpecWriter:
         self._guide = guide
         needs_all = self._framework["gpus"] == "all"
         needs_gpus = needs_all or _GPU_LIBRARY.search(script.content) is not None
-        #: Number of GPUs that the run requests, or 0 if the spec has no key `gang`.
+        #: Number of GPUs that the key `gang` of the spec requests. 0 if the training needs no GPUs
+        #: or this machine has none. With 0, the spec has no key `gang`.
         self._gpus = gpus if needs_all else min(gpus, 1)
         if not needs_gpus:
             self._gpus = 0
@@ -432,9 +435,10 @@ class _SpecWriter:
 
     @property
     def hook(self) -> Path | None:
-        """Path of the module with which the script writes its metrics, in the folder of the script.
+        """Path of the Python module with which the script writes its metrics.
 
-        None if the script needs no such module.
+        The path is relative to the directory of the training. None if the script needs no such
+        module.
         """
         if "variables" not in self._framework["parts"] or self._writes_metrics:
             return None
@@ -470,8 +474,8 @@ class _SpecWriter:
                 self._write_variables() if part == "variables" else self._templates["parts"][part]
             )
             if part.startswith("success") and self._find_step_key() is None:
-                # Muster may not find the training step in the metrics. With the key `success`, the
-                # run would then fail after its last step.
+                # The key `success` makes a run fail if Muster does not find the last training step
+                # in the metrics. This script may not write the step, so write the key as a comment.
                 text = self._templates["unproven_step"] + text.replace("success:", "# success:")
             elif part == "steps":
                 text = text.replace("step: step", f"step: {self._find_step_key() or 'step'}")
@@ -480,7 +484,7 @@ class _SpecWriter:
         options = self._write_options()
         command = command.replace(", OPTIONS", f", {options}" if options else "")
         if self.missing_arguments:
-            # Indent this comment like the key `command` in the template.
+            # Add a comment to the run spec, with the indentation of the key `command`.
             names = ", ".join(self.missing_arguments)
             command += f"\n    # The script also requires: {names}"
         if self._starts_own_ranks:
@@ -504,7 +508,7 @@ class _SpecWriter:
         return True
 
     def _choose_options(self) -> dict[Purpose, ScriptOption]:
-        """Return a mapping from purposes to the options of the script with these purposes."""
+        """Return the options of the script that have a known purpose, by their purpose."""
         chosen: dict[Purpose, ScriptOption] = {}
         for option in self._options:
             if option.purpose is not None:
@@ -534,11 +538,11 @@ class _SpecWriter:
     def _write_variables(self) -> str:
         """Return the key `env` of the run spec as YAML, or "" if there are no variables.
 
-        A variable passes a path to a script that has no command-line option for this path. If the
-        script already reads a variable for the path, the spec sets this variable. The path is that
-        of the metrics file, the folder of checkpoints, or the checkpoint from which the script
-        resumes. The variable PYTHONPATH contains the folders in which Python must also
-        search for modules.
+        The variables pass up to three paths to the script: the metrics file, the folder of
+        checkpoints, and the checkpoint from which the script resumes. If the script has a
+        command-line option for a path, the path needs no variable. If the script already reads a
+        variable for a path, the spec sets this variable. The variable PYTHONPATH contains the
+        folders that are added to Python's search path for modules.
         """
         lines = ["env:"]
         if import_folders := self._find_import_folders():
@@ -628,12 +632,11 @@ class _SpecWriter:
         return f"from {'.'.join(package.parts)} import {name}"
 
     def _find_package_base(self) -> Path | None:
-        """Return the directory in which Python finds the package of the script.
+        """Return the directory from which Python can import the package that contains the script.
 
         Returns:
-            The directory of the training, or a folder above it if the directory is itself a
-            package. None if the script imports no other modules of its package. Muster then
-            starts the script by its path.
+            The directory of the training, or a folder above it if the directory of the training
+            belongs to the package. None if the script imports no other modules of its package.
         """
         if self._script.file.suffix != ".py":
             return None
@@ -654,14 +657,13 @@ class _SpecWriter:
         return base if imports.level or imports_package else None
 
     def _find_import_folders(self) -> list[str]:
-        """Return the folders of the project in which Python must also search for modules.
+        """Return the folders that must be added to Python's search path for modules.
 
         A script in the folder `scripts` may import a package from the folder `src`, or from the
         root of the project. Python does not search these folders by itself.
 
         Returns:
-            Paths relative to the working directory of the run. Empty if Python finds all modules of
-            the project without them.
+            Paths relative to the working directory of the run. Empty if no folder must be added.
         """
         if self._script.file.suffix != ".py":
             return []
