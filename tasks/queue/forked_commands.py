@@ -211,7 +211,7 @@ class Caller:
 
     @property
     def env(self) -> dict[str, str]:
-        """Environment variables of the `muster` command, which the forked process takes over."""
+        """Environment variables of the `muster` command, for use by the forked process."""
         return dict(self.order["env"])
 
     def take_signals(self) -> None:

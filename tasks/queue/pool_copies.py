@@ -122,15 +122,16 @@ class PoolCopies:
         """
         self._client = client
         #: Mapping from pool name to the settings that were last compared with the copy on the
-        #: server. If the settings of the pool are still the same, no request is necessary.
+        #: server. While the settings of the pool are unchanged, no request is necessary.
         self._done: dict[str, PoolCopy] = {}
 
     async def update(self, pools: Iterable[WorkPool]) -> None:
-        """Copy changed settings of work pools to the server, and restore the settings of new pools.
+        """Store copies of changed pool settings, and restore the settings of recreated pools.
 
-        A pool without settings is restored only if its id differs from the id in the copy. A
-        different id means that the pool was deleted and created again. With the same id, a user has
-        removed the settings.
+        The copy of a pool's settings is a Prefect variable. If a pool has no settings, its id is
+        compared with the id in the copy. A different id means that the pool was deleted and created
+        again. Its settings are then restored from the copy. The same id means that a user has
+        removed the settings. Nothing is restored then.
 
         Args:
             pools: The work pools of type `gang`, as they were read from the server.
@@ -155,9 +156,10 @@ class PoolCopies:
                 await self._update_pool(pool, copy)
 
     async def _update_pool(self, pool: WorkPool, copy: PoolCopy) -> None:
-        """Write the changed settings of a work pool into the copy on the server.
+        """Update the stored copy of a work pool's settings, which is a Prefect variable.
 
-        If the work pool was deleted and created again, restore its settings from that copy instead.
+        If the work pool was deleted and created again, restore its settings from the stored copy
+        instead.
         """
         stored_copy = await read_copy(self._client, pool.name)
         if is_empty(pool) and stored_copy is not None and stored_copy.pool_id != pool.id:

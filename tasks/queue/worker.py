@@ -92,9 +92,9 @@ _WAKING = {
     *(f"prefect.work-pool.{change}" for change in _OPERATOR_CHANGES),
     *(f"prefect.work-queue.{change}" for change in _OPERATOR_CHANGES),
 }
-#: Names of events that this worker receives, but that do not cause a scheduling pass. The next pass
-#: reads the flow runs of these events again. After an event of a worker, the next pass reads the
-#: whole queue again.
+#: Names of events that this worker receives, but that do not cause a scheduling pass. If the
+#: event concerns a flow run, the next pass reads this flow run again. If the event concerns a
+#: worker, the next pass reads the whole queue again.
 _CHANGING = {
     "muster.run.admitted",
     "prefect.worker.started",
@@ -132,8 +132,8 @@ _NEVER = datetime.fromtimestamp(0, UTC)
 #: normally waits until the leader offers a run. Regular passes are needed, too, because the leader
 #: may have ended.
 _PASS_ANYWAY_S = 30.0
-#: Time, in seconds, between two complete reads of the queue by the leader. A complete read finds
-#: changes without an event, for example deleted flow runs.
+#: Time, in seconds, between two complete reads of the queue by the leader. A complete read also
+#: finds changes that cause no event, for example deleted flow runs.
 _READ_EVERY_S = 60.0
 #: Time, in seconds, between two complete reads of the queue by a worker that is not the leader.
 _READ_ANYWAY_S = 300.0
@@ -197,7 +197,7 @@ class Waker:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def wake_within(self, delay_s: float) -> None:
-        """Plan a call of `wake` after a delay, unless an earlier call is already planned.
+        """Plan a call of `wake` after a delay, unless a call is planned for an earlier time.
 
         Args:
             delay_s: The delay in seconds.
@@ -423,8 +423,8 @@ class GangWorker(ProcessWorker):
     _scheduler: Scheduler
     #: Object that starts scheduling passes after events. None before the first poll.
     _waker: Waker | None = None
-    #: Time of the last request of this worker for the flow runs of its queues, by the clock of the
-    #: event loop. The request shows the server that a worker serves the queues.
+    #: Time at which this worker last requested flow runs from the server, by the clock of the event
+    #: loop. The server shows the worker's queues as ready only for 60 seconds after a request.
     _served_at = -math.inf
     #: True if this worker is the leader. The leader decides which runs start, for all workers of
     #: the server.
@@ -496,9 +496,9 @@ class GangWorker(ProcessWorker):
                 done.set_result(await executor.submit(task_status=task_status))
 
             async with anyio.create_task_group() as until_ended:
-                # When the worker stops, this method is cancelled. The shield protects the task
-                # that waits for the end of the process. The task of `_end_with_worker` runs
-                # outside the shield, so that this task is cancelled and then ends the process.
+                # When the worker stops, this method is cancelled. The shield keeps the task of
+                # `execute` alive, which waits for the end of the process. The task of
+                # `_end_with_worker` is outside the shield: its cancellation ends the process.
                 with anyio.CancelScope(shield=True):
                     async with anyio.create_task_group() as group:
                         handle = await group.start(execute)
@@ -533,8 +533,9 @@ class GangWorker(ProcessWorker):
         state = state_of(flow_run)
         result = None
         if state.is_cancelling() or state.is_cancelled() or state.is_crashed():
-            # If a user cancels a run that has already recorded its result, the server rejects the
-            # result, and Prefect's engine exits with an error.
+            # A user may have cancelled the run after its result was recorded in `run.json`. The
+            # server then rejects the result, and Prefect's engine exits with an error. So read the
+            # recorded result.
             result = await asyncio.to_thread(_read_result, flow_run, began_at)
         if result is not None:
             await set_state_and_release_lease_async(self.client, flow_run_id, result, force=True)
@@ -681,7 +682,8 @@ class GangWorker(ProcessWorker):
     def _should_wake(self, event: str) -> bool:
         """Return True if an event with the given name must start a scheduling pass.
 
-        If the leader offers a run to the workers with this event, the method sets `_was_offered`.
+        If the event says that the leader offers a run to the workers, the method sets
+        `_was_offered`.
         """
         if event == _OFFERED:
             self._was_offered = True
