@@ -188,8 +188,8 @@ def _is_own_address(authority: str, port: int | None) -> bool:
 
     Args:
         authority: Host and optional port of a URL, such as `localhost:8000`.
-        port: Port of the gateway, or None to accept every port. A missing port is accepted, too:
-            browsers send the port, so a request without a port does not come from a web page.
+        port: Port of the gateway, or None to accept every port. A host without a port is
+            accepted, too: only requests of web pages must be refused, and browsers send the port.
     """
     match = _AUTHORITY.fullmatch(authority)
     if match is None or not is_loopback(match[1]):
@@ -207,9 +207,9 @@ _LONGEST_ORDER = 1024 * 1024
 
 
 class _Order(BaseModel):
-    """JSON body of a request to change the fleet. Unknown keys are refused.
+    """JSON body of a request to change the fleet.
 
-    Otherwise a misspelt key would be ignored without an error.
+    Unknown keys are refused, so that a misspelt key causes an error.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -226,7 +226,7 @@ class _Begin(_Order):
 
 
 class _Broadcast(_Order):
-    """Describes an HTTP request that the gateway sends to each engine of a weight sync."""
+    """An HTTP request that the gateway sends to each engine that takes part in a weight sync."""
 
     method: Annotated[str, Field(pattern="^[A-Z]+$")] = "POST"
     path: Annotated[str, Field(pattern="^/")]

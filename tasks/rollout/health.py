@@ -49,10 +49,10 @@ class Evidence:
 
     #: Number of consecutive failures of probes and requests.
     misses: int = 0
-    #: Number of failed requests among the consecutive failures.
+    #: Number of failed requests since the server's last success.
     requests: int = 0
-    #: Number of failed probes that got an answer, such as a status other than 200. Only probes
-    #: among the consecutive failures are counted.
+    #: Number of probes since the server's last success that failed although the server answered,
+    #: for example with the HTTP status 500.
     refusals: int = 0
     #: Description of the last failure, or an empty string if there is none. A `NoReply` if the
     #: server did not answer at all.
@@ -166,8 +166,8 @@ class Health:
         """Start the health checks of an engine's entrypoints.
 
         The first probe is sent after `health.first_after_s` seconds. If this key is not set, the
-        first probe is sent after one probe interval. If the group has restarted or ended since the
-        start `epoch`, the call does nothing.
+        first probe is sent after one probe interval. If the group is no longer running in the given
+        epoch, the call does nothing.
 
         Args:
             group: Index of the engine's lifecycle group.
@@ -511,8 +511,9 @@ class Health:
             timeout_s: Seconds that the server gets to answer.
 
         Returns:
-            True if the probe succeeded, False if it failed, or None if the server's machine cannot
-            be reached. If the machine could not send the probe, a `NotChecked` with the reason.
+            - True if the probe succeeded, False if it failed.
+            - None if the server's machine cannot be reached.
+            - A `NotChecked` with the reason if the machine could not send the probe.
         """
         try:
             async with asyncio.timeout(timeout_s + _HOST_EXTRA_S):

@@ -37,8 +37,8 @@ SILENT_AT_MOST_S = 10.0
 IDLE_AT_MOST_S = 600.0
 #: Seconds that may pass between two pieces of a request body.
 BODY_PIECE_WITHIN_S = 60.0
-#: Largest number of received bytes of a message body that the handler of the message has not read.
-#: Above this number, the connection receives nothing more until the handler has read these bytes.
+#: Largest number of bytes of a message body that were received, but that the message handler has
+#: not read. Above this limit, the connection receives nothing until the handler has read the bytes.
 _MOST_UNREAD = 256 * 1024
 #: Largest number of requests that wait on one connection. At this number, the connection reads no
 #: further request. Before the first authorized request on the connection, the number is 1.
@@ -61,8 +61,8 @@ class Malformed(Exception):
     """The received bytes are not valid HTTP/1.1, or two parsers could understand them differently.
 
     Args:
-        why: Reason for refusing the message, for the client.
-        status: HTTP status of the response that refuses the message, if the message is a request.
+        why: Reason why the bytes are refused. The client gets this text.
+        status: HTTP status of the error response, if the bytes are a request.
     """
 
     def __init__(self, why: str, status: int = 400) -> None:
@@ -178,8 +178,8 @@ class Body:
 
         Raises:
             TimeoutError: A piece did not arrive in time.
-            Exception: The error that was passed to the method `end`, because the rest of the body
-                will not arrive.
+            Exception: The rest of the body will not arrive. The exception is the error that was
+                passed to the method `end`.
         """
         pieces: list[bytes] = []
         size = 0
@@ -257,9 +257,9 @@ class Wire(asyncio.Protocol):
             self.transport.write(data)
 
     def hold_reading(self) -> None:
-        """Stop reading from the connection until `release_reading` is called.
+        """Stop reading from the connection.
 
-        For each call, `release_reading` must be called once.
+        Reading resumes when `release_reading` has been called as often as this method.
         """
         self._holds += 1
         if not self.transport.is_closing():
@@ -583,9 +583,8 @@ class ServerConnection(Wire):
         self.unknown_because = ""
         #: True if `is_own` is True, or if a request on the connection was authorized.
         self.is_let_in = False
-        #: Time from which the connection has waited for a complete request, in seconds of the event
-        #: loop's clock. The wait starts again when a request ends and when a message head begins to
-        #: arrive.
+        #: Start of the current wait, in seconds of the event loop's clock. A wait starts when the
+        #: connection opens, when a request has been answered, and when a request begins to arrive.
         self._waiting_since_s = 0.0
         #: Timer that cuts the connection some seconds after the last response, or None.
         self._abort_timer: asyncio.TimerHandle | None = None

@@ -18,8 +18,8 @@ from functools import partial
 #: Number of sessions that a router remembers. It forgets the least recently used session first.
 MAX_SESSIONS = 200_000
 
-#: Number that is added to the load of an entrypoint that is not preferred. So all preferred
-#: entrypoints are chosen first.
+#: Number that is added to the load of an entrypoint that is not preferred. The router
+#: chooses the entrypoint with the least load, so it chooses preferred entrypoints first.
 _NOT_PREFERRED_LOAD = 1 << 32
 
 #: Key of an entrypoint: rank and epoch. The epoch counts the starts of the entrypoint.
@@ -28,7 +28,7 @@ _Key = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entrypoint:
-    """A server that accepts rollout requests, from one start of the server to its end."""
+    """A server that accepts rollout requests. A restarted server is a new `Entrypoint`."""
 
     #: Rank of the server in the fleet.
     rank: int
@@ -76,8 +76,8 @@ class _Slot:
 class _SlotsByLoad:
     """Entrypoint slots in the order of their load.
 
-    Slots with the same load are in the order in which they were added. So entrypoints with the same
-    load are chosen in turn.
+    Slots with the same load are in the order in which they were added. After each change of its
+    load, a slot is added again. So entrypoints with the same load are chosen in turn.
     """
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ class Router:
     def set(self, entrypoints: Iterable[Entrypoint], *, why_none: str = "") -> None:
         """Set the entrypoints that may receive requests, and notify the listeners.
 
-        The router still counts the outstanding requests of removed entrypoints until they end.
+        An outstanding request of a removed entrypoint is still counted until the request ends.
 
         Args:
             entrypoints: The entrypoints to choose from.
@@ -282,7 +282,7 @@ class Router:
     def pick(
         self, session: str | None, exclude: Collection[int] = (), *, generates: bool = True
     ) -> Entrypoint:
-        """Return the entrypoint (inference server) that gets a request, without waiting.
+        """Return the entrypoint (inference server) that gets a request. This method never waits.
 
         The request counts as outstanding until the caller calls `done`.
 
