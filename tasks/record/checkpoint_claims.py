@@ -35,7 +35,7 @@ class Rival:
     place: RunPlace
     #: Time at which the other run began to use the folder, in UTC epoch seconds.
     since: float
-    #: Time at which the other run ended, in UTC epoch seconds. Infinite if the other run is still
+    #: Time at which the run in `place` ended, in UTC epoch seconds. Infinite if this run is still
     #: active.
     until: float
 

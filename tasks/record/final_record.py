@@ -44,8 +44,7 @@ class FlowLoss:
     #: True if the flow run is cancelled, or is being cancelled, on the Prefect server.
     is_cancelled: bool = False
     #: True if the flow run is scheduled again on the Prefect server. None if the server did not
-    #: answer. If the value is True or None, and the record of this run says that the run waits, the
-    #: record is not changed.
+    #: answer. In both cases, Muster does not change the `run.json` of a run that already waits.
     is_waiting: bool | None = False
     #: Name of the worker on another host that continued the run, or an empty string. The run may
     #: already have ended on that host.

@@ -41,8 +41,8 @@ def has_saved_checkpoint(
         spec: The spec of the run, in which placeholders are not replaced yet.
         place: Directory of the run.
         attempts: All attempts of the run. The last attempt has ended.
-        foreign: Mapping from the path of each checkpoint of another run to its signature, as
-            returned by `find_foreign_checkpoints`.
+        foreign: Checkpoints of other runs, as returned by `find_foreign_checkpoints`: a mapping
+            from the path of a checkpoint to the signature of the checkpoint.
 
     Returns:
         None if the run spec has no key `checkpoints`, or if the folder cannot be read.
@@ -69,9 +69,9 @@ def list_fruitless_attempts(attempts: Sequence[AttemptRecord]) -> list[AttemptRe
     """Return the last consecutive attempts that failed without a lasting result, oldest first.
 
     A lasting result is a checkpoint that is newer than the checkpoint from which the attempt
-    started. If it is unknown whether an attempt saved a checkpoint, a higher training step than in
-    all earlier attempts counts instead. Attempts that failed before their components were started
-    are ignored.
+    started. For some attempts, it is unknown whether they saved a checkpoint. Such an attempt had a
+    lasting result if it reached a higher training step than all earlier attempts. Attempts that
+    failed before their components were started are ignored.
     """
     fruitless: list[AttemptRecord] = []
     for index in reversed(range(len(attempts))):

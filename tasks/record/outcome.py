@@ -28,8 +28,8 @@ class Exit:
     exit_code: int | None
     #: Number of the signal that ended the process, or None.
     signal: int | None
-    #: Time at which the parent process noticed the end, in seconds of CLOCK_MONOTONIC. All
-    #: processes of a machine share this clock.
+    #: Time at which the parent process noticed that the process had ended, in seconds of
+    #: CLOCK_MONOTONIC. All processes of a machine share this clock.
     at_monotonic_s: float
     #: Text that explains an unusual or unknown exit status, or an empty string.
     note: str = ""
@@ -115,8 +115,8 @@ class Failure(Recorded):
 
     #: Kind of the failure.
     kind: FailureKind
-    #: Name of the component that failed first, or None if no component failed. For example, the
-    #: cluster may have too few GPUs for the run.
+    #: Name of the component that failed first. None if the attempt failed for another reason, for
+    #: example because the cluster has too few GPUs.
     component: str | None = None
     #: Exit code of the component. None if the component was ended by a signal or has not ended.
     exit_code: int | None = None
@@ -257,8 +257,8 @@ class GiveUpReason:
     rule: str
     #: Message for the user that explains why Muster ends the component.
     message: str
-    #: If Muster ends the component because one of its processes has ended, the exit status of that
-    #: process. Otherwise None.
+    #: Exit status of the process whose end is the reason. None if the reason is not the end of a
+    #: process.
     exit: Exit | None = None
 
 

@@ -46,9 +46,9 @@ LEGAL_TRANSITIONS: dict[RunState, frozenset[RunState]] = {
     _S.ADMITTED: frozenset({_S.STARTING, _S.PENDING_RESOURCES, _S.FAILED, _S.CANCELLED}),
     _S.STARTING: frozenset({_S.RUNNING, _S.STOPPING}),
     _S.RUNNING: frozenset({_S.STOPPING}),
-    # PENDING_RESOURCES: after a failed attempt, the run waits for its next attempt. STARTING: the
-    # flow process was killed while a Ray job was alive, and the next flow process continues the
-    # attempt.
+    # STOPPING changes to PENDING_RESOURCES if the run waits for its next attempt after a failed
+    # attempt. STOPPING changes to STARTING if the flow process was killed while a Ray job was
+    # alive, and the next flow process continues the attempt.
     _S.STOPPING: frozenset(
         {_S.COMPLETED, _S.FAILED, _S.CANCELLED, _S.PENDING_RESOURCES, _S.STARTING}
     ),
@@ -71,9 +71,9 @@ def find_recovery_transitions(before: RunState, after: RunState) -> tuple[RunSta
     """
     if before is after:
         return ()
-    # Return the first of these sequences that contains only legal transitions. The last sequence is
-    # for a flow process that was killed after it started a component, but before it wrote the state
-    # STARTING.
+    # Try three sequences of states, and return the first sequence with only legal transitions. The
+    # third sequence is necessary if the flow process was killed after it started a component, but
+    # before it wrote the state STARTING.
     for moves in ((after,), (_S.STOPPING, after), (_S.STARTING, _S.STOPPING, after)):
         states = (before, *moves)
         if all(new in LEGAL_TRANSITIONS[old] for old, new in pairwise(states)):

@@ -50,8 +50,8 @@ class Tail:
             return None
         data = os.pread(fd, BLOCK_BYTES, self.position)
 
-        # Compare the remembered bytes after the read, because the file may have been truncated
-        # before or during the read.
+        # The file may have been truncated before or during this read. So now read the bytes around
+        # the position again. Compare them with the remembered bytes and with the start of `data`.
         start = self.position - len(self._last_bytes)
         around = os.pread(fd, len(self._last_bytes) + _REMEMBERED_BYTES, start)
         before = around[: len(self._last_bytes)]
@@ -98,7 +98,7 @@ def _find_data(fd: int, position: int) -> int:
 
 
 def _is_same_except_hole(read_before: bytes, now: bytes) -> bool:
-    """Return True if a part of a file is unchanged, or has only got a hole at its beginning.
+    """Return True if a part of a file is unchanged, or if a hole at its start is the only change.
 
     Args:
         read_before: Bytes of the part at an earlier time.

@@ -103,8 +103,8 @@ def _as_task(body: Callable[..., State[None]]) -> Callable[..., bool]:
     The task returns True if the state is Completed, otherwise False. The name of the task run
     consists of the function and the component, such as `start-trainer`.
 
-    The task raises no errors. An error ends the run, and the result of the run reports the error
-    once.
+    The task catches the errors of the function. After an error, the task returns False, and the
+    result of the run reports the error.
     """
 
     @wraps(body)
@@ -415,12 +415,12 @@ def _count_final_state_retries(run: RunSession, *, by_worker: bool) -> int:
 def _ask_about_cancel(run: RunSession) -> tuple[bool, str]:
     """Ask the Prefect server whether a user has cancelled a run, and for the reason.
 
-    This process may not have noticed the cancellation yet, or may not know the reason, because a
-    worker only sends SIGTERM. If the server does not answer, the result is the same as for a run
-    that was not cancelled.
+    This process may not have noticed the cancellation yet, or may know only that a worker has sent
+    SIGTERM. If the server does not answer, the result is the same as for a run that was not
+    cancelled.
 
     Returns:
-        - True if the server accepts no other final state than Cancelled.
+        - True if the final state of the run must be Cancelled.
         - The reason of the cancellation. Empty if the reason is unknown, or is already in
           `run.interrupt_reason`.
     """
@@ -438,8 +438,8 @@ def _ask_about_cancel(run: RunSession) -> tuple[bool, str]:
                 run.interrupt(reason)
             return True, reason if is_ended_by_signal else ""
         case Change.ENDED:
-            # A user has set a final state by hand while this process was running. The result of
-            # the run replaces that state. The result of an interrupted run must be Cancelled.
+            # While this process was running, a user has set a final state by hand. The result of
+            # this process replaces that state. If the run was interrupted, the result is Cancelled.
             return bool(run.interrupt_reason), note
     return False, note
 

@@ -132,8 +132,8 @@ class PrunableRun:
 class PruneResult:
     """Result of `prune_host`, which deletes old data on this host and on the Prefect server."""
 
-    #: True if nothing was deleted because of `dry_run`. The other fields then describe the data
-    #: that a real call would have deleted.
+    #: True if `prune_host` was called with `dry_run`. Nothing was deleted then, and the other
+    #: fields describe the data that would have been deleted without `dry_run`.
     is_dry: bool
     #: Runs whose files were deleted, sorted by the end time of the run.
     runs: tuple[PrunableRun, ...] = ()
@@ -148,8 +148,8 @@ class PruneResult:
 
     @property
     def summary(self) -> str:
-        """One line with the number of runs and of pipelines whose files were deleted, the number of
-        deleted entries of the code store, and the number of deleted flow runs.
+        """One line with four numbers: runs whose files were deleted, pipelines whose files were
+        deleted, deleted entries of the code store, and deleted flow runs.
 
         If problems prevented deletions, the line ends with the problems.
         """
@@ -243,9 +243,10 @@ def publish(pruned: PruneResult) -> None:
 
 
 def survey(keep: Retention, wanted: set[str]) -> list[PrunableRun]:
-    """Return the runs on this host that have files to delete, sorted by the end time of the run.
+    """Return the runs on this host that have files which may be deleted, now or later.
 
-    The end time of a run is set to infinity, so that its files are kept, in these cases:
+    The runs are sorted by their end time. In these cases, the files of a run must be kept for now,
+    and the end time of the run in the result is infinite:
 
     - The run has not ended, has a registry entry, or waits for its next attempt.
     - A deployment, or a flow run that has not ended, refers to the run.
@@ -310,7 +311,7 @@ def _file_sizes(directory: Path) -> dict[str, int]:
 
 
 def _named_runs(directory: Path) -> set[str]:
-    """Return the ids of other runs that appear in the record or in a spec of a run.
+    """Return the run ids that a run's record and specs contain, except the id of the run itself.
 
     The run may have started from files of these other runs, for example from a checkpoint.
     """
