@@ -75,7 +75,7 @@ class ShapeEnding:
 
 
 class _Spawner:
-    """Ray actor that spawns child processes. `_kill_and_watch` then kills the actor."""
+    """Ray actor that spawns child processes. After that, `_kill_and_watch` kills the actor."""
 
     def spawn(self, argv: tuple[str, ...], mark: str) -> int:
         """Start a command that runs `sleep`, and wait until the `sleep` process runs.

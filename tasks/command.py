@@ -350,8 +350,8 @@ def _build_app(called: str = "") -> App:
                 app.command(command, name=verb.name, group=group, help_epilogue=verb.epilogue)
     app.command("tasks.train.run_verbs:overview", name=_DEFAULT_VERB, show=False)
     if called not in NAMES:
-        # Add this option only if `called` is no verb, because the option makes cyclopts import
-        # further modules, which takes time.
+        # Add this option only if the first argument of `muster` is no verb. The option makes
+        # cyclopts import further modules, which would delay every verb.
         app.register_install_completion_command(
             help="Install command-line completion of `muster` for your shell."
         )
@@ -403,8 +403,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # folders with the names of Muster's packages.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     try:
-        # First check that no other user can write to the Muster home directory, because its files
-        # contain addresses of servers, passwords and process ids.
+        # First check that no other user can write to the Muster home directory. Muster trusts the
+        # addresses of servers, the passwords and the process ids in its files.
         muster_home()
         # During its import, Prefect reads settings from the working directory. So first check that
         # no other user has written these settings. A deleted working directory contains no

@@ -79,7 +79,7 @@ class InferenceServer(ThreadingHTTPServer):
         )
 
     def server_bind(self) -> None:
-        """Bind the socket, without the network request of `HTTPServer` for the host's name."""
+        """Bind the socket. Unlike `HTTPServer`, do not look up the host's name in the network."""
         socketserver.TCPServer.server_bind(self)
         self.server_name = str(self.server_address[0])
         self.server_port = self.server_address[1]

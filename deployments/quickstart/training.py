@@ -190,8 +190,8 @@ class Training:
         pause_s = POLL_FIRST_S
         while (groups := self._api.next_groups()) is None:
             if self._servers is not None:
-                # Send the current weights to restarted servers. Otherwise no answers would arrive
-                # after a restart of all servers.
+                # Send the current weights to restarted servers. A server without these weights gets
+                # no requests, so the batch would never be complete after a restart of all servers.
                 self._servers.catch_up()
             self._sleep(pause_s)
             pause_s = min(pause_s * POLL_GROWTH, POLL_LAST_S)

@@ -24,9 +24,9 @@ def setup_environment(*, ctx: HookContext) -> SetupResult | None:
     """Return the environment variables that give a program access to the `muster up` stack.
 
     Returns:
-        The variables for the password of the stack's Prefect server and for Ray's access token,
-        unless they are already set. None if the program uses another Prefect server, or already has
-        the password.
+        The password of the stack's Prefect server, and the variables for Ray's access token if they
+        are not set yet. None if the program uses another Prefect server, or already has the
+        password.
     """
     missing_variables = to_reach_stack(ctx.api_url) if ctx.api_url else {}
     if AUTH not in missing_variables:

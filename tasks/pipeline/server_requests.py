@@ -109,10 +109,9 @@ class ServerRequests:
         return True
 
     def wait(self, delay_s: float) -> bool:
-        """Wait `delay_s` seconds. The wait is shorter if a run ends or the pipeline must end.
+        """Wait `delay_s` seconds, or until `wake` or `end_soon` is called.
 
-        If the pipeline already had to end before this call, the wait takes only a quarter of
-        `delay_s`.
+        If `end_soon` was already called before the wait, wait only a quarter of `delay_s`.
 
         Returns:
             True if a call of `wake` has ended the wait.

@@ -343,7 +343,7 @@ def list_cached_runs(client: SyncPrefectClient, pipeline: UUID) -> list[StageRun
             flow_run = client.read_flow_run(UUID(used[0].removeprefix(_REUSED_TAG)))
         except ObjectNotFound:
             # The flow run whose result was reused has been deleted, together with the result. So
-            # leave out this entry. The pipeline then runs the stage again.
+            # leave this flow run out of the list. The pipeline then runs the stage again.
             continue
         unit = task_run.task_key.removeprefix("stage-")
         run = describe_stage_run(unit, int(task_run.dynamic_key), flow_run)

@@ -265,7 +265,9 @@ class Guards:
             await ending
 
     async def dismiss(self, component: str, part: str = "") -> None:
-        """End a prepared guardian process that has started no command. Otherwise do nothing.
+        """End the guardian process that was prepared for a component, if it has no command yet.
+
+        If there is no such guardian process, do nothing.
 
         Args:
             component: Name of the component.
@@ -293,8 +295,8 @@ class Guards:
         ]
         unused = [self._current[name] for name in self._prepared]
         for process in remaining:
-            # The guardian processes in `unused` accept only a command as their first message. So do
-            # not send the request to kill to them. `dismiss` is enough to end them.
+            # The first message to a guardian process must be a command. The guardian processes in
+            # `unused` have got no command, so do not call `kill`. `dismiss` is enough to end them.
             if process not in unused:
                 process.kill()
             process.dismiss()
