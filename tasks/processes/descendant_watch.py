@@ -33,8 +33,8 @@ _FIRST_SEARCH_S = 0.1
 _PAUSE_PART = 0.05
 #: Smallest pause between two searches for descendants, in seconds.
 _PAUSE_AT_LEAST_S = 0.25
-#: Largest pause between two searches for descendants, in seconds. The pause after a slow search is
-#: longer, see `_PAUSE_PER_SEARCH`.
+#: Largest pause between two searches for descendants, in seconds. Only the pause after a slow
+#: search may exceed this limit, see `_PAUSE_PER_SEARCH`.
 _PAUSE_AT_MOST_S = 5.0
 #: Smallest pause after a search, as a multiple of the duration of the search.
 _PAUSE_PER_SEARCH = 50.0
@@ -93,16 +93,19 @@ class _Process:
     #: several Python child processes whose commands are equal, or differ only in numbers such as
     #: the 1 in `--local_rank=1`.
     is_rank_itself: bool
-    #: True if the process works for its parent. A worker is a rank, a process that
-    #: `multiprocessing` has started, or a fork that executes the program of its parent. If a parent
-    #: has several Python child processes whose commands are equal, or differ only in numbers, these
-    #: child processes are workers, too.
+    #: True if the process works for its parent. This is assumed in any of these cases:
+    #:
+    #: - The process has the environment variable RANK.
+    #: - The process was started by `multiprocessing`.
+    #: - The process is a fork that executes the program of its parent, and is no shell.
+    #: - The parent has several Python child processes whose commands are equal to the command of
+    #:   this process, or differ from it only in numbers.
     is_worker: bool
-    #: Position of the process among its parent's workers with the same command, which are ordered
-    #: by their start time. The first position is 0.
+    #: Position of the process, from 0, in the list of its parent's workers that have the same
+    #: command. The list is sorted by start time. Numbers in the commands are not compared.
     number: int
-    #: Number of workers with the same command that the parent of this process has. The count
-    #: includes this process.
+    #: Number of the parent's workers that have the same command as this process. This process is
+    #: counted, too. Numbers in the commands are not compared.
     peers: int
     memory_bytes: int
     #: Directories of the memory cgroups of the process, the innermost first.
@@ -139,9 +142,8 @@ class DescendantWatch:
     #: Mapping from the directory of a memory cgroup to the time of its latest kill, in
     #: CLOCK_MONOTONIC seconds.
     _kill_times: dict[Path, float] = field(default_factory=dict)
-    #: Memory cgroups that contain processes of the component. Each key is a tuple: the path of a
-    #: cgroup, followed by the paths of its parent cgroups. The dict is used as an ordered set, so
-    #: all its values are None.
+    #: Dict that is used as an ordered set: all its values are None. Each key is a tuple of paths: a
+    #: memory cgroup that contains a process of the component, followed by its parent cgroups.
     _chains: dict[tuple[Path, ...], None] = field(default_factory=dict)
     #: Mapping from the pid of each watched descendant to its pidfd and its description.
     _watched: dict[int, tuple[int, _Process]] = field(default_factory=dict)
@@ -232,8 +234,8 @@ class DescendantWatch:
                 # earlier description, which was derived from the former parent.
                 return
             if known.peers > process.peers:
-                # Other workers of the same parent have ended. Keep the earlier values, which still
-                # count the ended workers.
+                # Other workers of the same parent have ended. Keep the values of these four fields
+                # from an earlier search, which found more of the workers.
                 process = replace(
                     process,
                     is_rank_itself=known.is_rank_itself,
@@ -371,7 +373,8 @@ class DescendantWatch:
     def _describe_reached_limit(self, chain: tuple[Path, ...]) -> str:
         """Return a clause that names the cgroup whose memory limit was reached, or an empty string.
 
-        If several limits were reached, the clause names the lowest limit.
+        If several cgroups reached their limits, the clause names the cgroup with the smallest
+        limit.
 
         Args:
             chain: Directories of a cgroup and of the cgroups that contain it.
@@ -433,8 +436,8 @@ class DescendantWatch:
                 "The kernel log (dmesg) does not show that the kernel's OOM killer killed this "
                 "process."
             )
-        # Return the next sentence only if the component's cgroup is known. The cgroup is unknown if
-        # the component ended before the first search for its processes.
+        # If the component ended before the first search for its processes, the component's cgroup
+        # is unknown. Then Muster cannot say that the OOM killer killed no process in this cgroup.
         is_known = self.process.pid in self._known
         if is_known and self._groups and not self._kill_times:
             return "The kernel's OOM killer has killed no process in the cgroup of the component."
@@ -456,10 +459,11 @@ class DescendantWatch:
         return self._make_rank_failure(failures[0], others_failed=others_failed)
 
     def _find_early_end(self) -> RankFailure | None:
-        """Return the first rank that ended without an error before another rank failed, or None.
+        """Return a rank that ended without an error before another rank failed, or None.
 
-        The first rank ended with exit code 0 or by a signal such as SIGTERM, while the other rank
-        was still alive.
+        An end without an error is an end with exit code 0, or by a signal such as SIGTERM. The
+        failed rank must still have been alive at that time. If several ranks ended in this way,
+        the rank that ended first is returned.
         """
         ranks = [death for death in self._deaths if death.process.is_rank_itself]
         for failed in ranks:
@@ -526,8 +530,8 @@ def _describe_processes(pids: list[int]) -> Iterator[_Process]:
     commands: dict[int, str] = {}
     parents: dict[int, int] = {}
     ranks: dict[int, int | None] = {}
-    #: Mapping from a parent and a command without numbers to the pids of the parent's children with
-    #: this command.
+    #: Mapping from a parent and a command to the pids of the parent's children with this command.
+    #: Each number in the command is replaced by 0.
     groups: dict[tuple[int, str], list[int]] = {}
     for pid in pids:
         id = ProcessId.of(pid)

@@ -56,7 +56,8 @@ class ComponentProbe(ABC):
 
     #: Text that names the check in error messages, for example `GET http://127.0.0.1:8000/health`.
     question: str
-    #: TCP port of this machine that the probe connects to; None if there is none.
+    #: TCP port on this machine to which the probe connects. None if the probe connects to no port
+    #: of this machine.
     local_port: int | None = None
 
     async def ask(self, timeout_s: float) -> str | None:
@@ -85,21 +86,25 @@ class ComponentProbe(ABC):
 
     @abstractmethod
     async def why_not(self, timeout_s: float) -> str:
-        """Check the component once. Return the reason for a failure, or an empty string.
+        """Check the component once.
 
         Args:
             timeout_s: Time limit in seconds.
 
+        Returns:
+            An empty string if the check succeeded; otherwise the reason for its failure.
+
         Raises:
-            OSError: The check failed, or the time limit is over (TimeoutError).
+            OSError: The check ended with an error, for example because the connection was refused.
+            TimeoutError: The time limit is over.
         """
 
     @abstractmethod
     def glance(self) -> object:
-        """Return a value that changes when the result of the check may have changed.
+        """Return a value that changes when a new check of the component may have another result.
 
-        The call takes little time and never waits. For example, the probe of a server returns
-        whether its port accepts connections.
+        The call takes little time and never waits. For example, `TcpProbe.glance` returns whether
+        the port of the component accepts connections.
         """
 
 

@@ -56,8 +56,8 @@ async def growing_intervals() -> AsyncIterator[None]:
         yield
 
 
-#: Number of JSON objects that are read before Muster warns the user that none of them contains the
-#: key `progress.step`. The key in the spec is then probably wrong.
+#: Number of JSON objects that Muster reads before it warns the user that no object contains a
+#: training step. The key that the spec names in `progress.step` is then probably wrong.
 _PROBABLY_WRONG_AFTER = 20
 #: Time limit in seconds for one read of the metrics file. If a read takes longer, Muster assumes
 #: that the file system does not answer.
@@ -96,7 +96,7 @@ class HttpProgress:
         self._key = key
         self._client = client
         self._has_step = False
-        #: Description of the last HTTP answer that contained no step; None if there was none.
+        #: Reason why a request returned no step; None if every request returned a step.
         self._problem: MissingStep | None = None
 
     @property
@@ -132,8 +132,8 @@ class HttpProgress:
 
         See `StepSource.explain_missing_step`.
         """
-        # Until the training has begun, a server may report no step. Muster cannot see whether the
-        # training has begun. So report a missing step only after the end of the training.
+        # Before the training begins, answers without a step are normal. Muster cannot see whether
+        # the training has begun. So return the reason only after the end of the training.
         return self._problem if is_over and not self._has_step else None
 
 
@@ -531,8 +531,8 @@ class Silence:
         self._clock = clock
         self._resumed_step = resumed_step
         self._step: float | None = None
-        #: Time of the last call of `restart`; before that, the time at which this object was
-        #: created.
+        #: Time of the last call of `restart`. If `restart` was never called, the time at which this
+        #: object was created.
         self._start_s = clock()
         #: Time of the last progress. If there was none, the time of the last call of `restart`.
         self._progress_s = clock()
@@ -617,7 +617,7 @@ class Silence:
         return self.seconds_since_progress
 
 
-#: Time limit in seconds of one check whether a checkpoint has grown.
+#: Time limit, in seconds, for finding out whether the checkpoints of a component have grown.
 _GROWTH_WITHIN_S = 20.0
 #: Default number of seconds between two reads of the step.
 _READ_EVERY_S = 0.5
@@ -693,8 +693,8 @@ class ProgressWatch:
     #: asyncio loop.
     _slow_at_s: float = math.inf
     #: Size of each log in bytes at each of the last `STEPS_OF_SURVIVAL` steps, oldest step first.
-    #: If an error was logged before the oldest of these steps, the training has continued after the
-    #: error. See `size_of_survived_log`.
+    #: The first bytes of a log, up to its oldest size, were written before the later steps. So
+    #: errors in these bytes did not stop the training. See `size_of_survived_log`.
     _lengths: deque[dict[Path, int]] = field(
         default_factory=lambda: deque(maxlen=STEPS_OF_SURVIVAL)
     )
@@ -803,10 +803,10 @@ class ProgressWatch:
         return is_server and await self._has_output()
 
     async def seconds_since_growth(self) -> float | None:
-        """Return the seconds since a checkpoint last grew.
+        """Return the seconds since the last growth of a checkpoint.
 
         Returns:
-            None if no checkpoint has grown since the last call.
+            None if no checkpoint has grown since the previous call of this method.
         """
         ages_s = []
         for component in self.plan.components:
@@ -883,8 +883,8 @@ class ProgressWatch:
     def note_line(self, step: float) -> None:
         """Store the step of the first line that this attempt adds to the metrics file.
 
-        Called for each line, but only the first call has an effect. `_read` does not see the first
-        line if it reads several lines at once, because it gets only the step of the last line.
+        Called for each line, but only the first call has an effect. The method `_read` cannot store
+        this step: if several lines are read at once, `_read` gets only the step of the last line.
 
         Args:
             step: Training step that the line contains.

@@ -32,8 +32,8 @@ def find_used_files(pids: Iterable[int], wanted: set[Path]) -> set[Path]:
             break
         held |= {names[target] for target in tree.list_open_files(pid).values() if target in names}
         with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-            # Split the text at the directory instead of looping over its lines, because a process
-            # may have thousands of mappings.
+            # A process may have thousands of mappings, so a loop over the lines of the file would
+            # be slow. Split the content of the file at the directories in `folders` instead.
             maps = Path(f"/proc/{pid}/maps").read_bytes()
             for folder in folders:
                 for rest in maps.split(folder)[1:]:
