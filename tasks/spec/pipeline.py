@@ -393,10 +393,11 @@ class PipelineSpec(Document):
         return {stage.name: stage for stage in self.stages}[name]
 
     def unit_stage(self, unit: str) -> Stage:
-        """Return the stage of a run or step.
+        """Return the stage to which a run or step of the pipeline belongs.
 
         Args:
-            unit: Name of the stage, or `NAME.N` for the run or step N of the stage's matrix.
+            unit: The run or step. For a stage with a matrix: `NAME.N`, the name of the stage and
+                the number of the run or step. Otherwise: the name of the stage.
 
         Raises:
             KeyError: The pipeline has no such stage.
@@ -947,8 +948,8 @@ def _check_condition_names(
 def _check_points(stage: Mapping[str, Any], path: str, faults: list[Fault]) -> None:
     """Check the run specs that result from the values of a matrix.
 
-    Each value of the matrix is checked once, in combination with the first values of the other
-    keys.
+    Each value in the lists of the matrix is checked once. In this check, all other keys of the
+    matrix have their first values. Only the smallest value of a range is checked.
 
     Args:
         stage: The stage as plain data. Its run spec without the matrix was already checked.

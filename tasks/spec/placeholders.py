@@ -86,9 +86,10 @@ _FLEET: dict[str, object] = {
 _EVALUATION_TEXTS: dict[str, object] = {"*": Kind.EVALUATION}
 #: Keys of an evaluation whose values may contain placeholders. `_PLACES` explains the format.
 _EVALUATION: dict[str, object] = {"command": _EVALUATION_TEXTS, "env": _EVALUATION_TEXTS}
-#: Tree of the keys of a run spec whose values may contain placeholders. The key "*" stands for any
-#: key or list item. The key "" is used if the value is a text instead of a mapping or a list. In
-#: the values of keys that are not in this tree, `${` is plain text.
+#: Places in a run spec that may contain placeholders, as a tree of the spec's keys. Each leaf is
+#: the kind of the text at this place. The key "*" stands for any key or list item. If a place may
+#: have either a text or a mapping, the key "" contains the kind of the text. At all other places of
+#: the spec, `${` is plain text.
 _PLACES: dict[str, object] = {
     "env": _TEXTS,
     "cwd": Kind.TEXT,
@@ -135,7 +136,8 @@ RESULT = "result"
 STATE = "state"
 #: Last part of `${stage.NAME.results}`: the JSON results of all steps of an earlier matrix.
 RESULTS = "results"
-#: Part of `${stage.NAME.best.KEY}`: the value KEY of the best run or step of an earlier matrix.
+#: The word `best` in `${stage.NAME.best.KEY}`. The placeholder stands for the value KEY of the best
+#: run or step of an earlier matrix.
 BEST = "best"
 #: The word `point` in `${stage.NAME.best.point.KEY}`. The placeholder stands for the value of the
 #: matrix key KEY in the best run or step.
@@ -267,10 +269,11 @@ def list_known_names(data: object) -> frozenset[str]:
 
 
 def find_numbers(data: object) -> dict[str, int]:
-    """Return a mapping from names to the numbers of a run spec that placeholders can use.
+    """Return the values of the placeholders that stand for numbers, such as `${gang.nodes}`.
 
-    The names are `progress.total`, `success.step`, `gang.nodes` and `gang.gpus_per_node`. Numbers
-    that are not in the spec are left out, except `gang.nodes`, which is 1 by default.
+    The values are taken from the run spec. The keys of the result are `progress.total`,
+    `success.step`, `gang.nodes` and `gang.gpus_per_node`. Numbers that are not in the spec are left
+    out. But if the spec has a `gang` without `nodes`, the value of `gang.nodes` is 1.
     """
     numbers = {}
     for name in _NUMBER_NAMES:
@@ -310,7 +313,7 @@ def fill_in_run(data: object, value_of: Callable[[str], str]) -> object:
 
 
 def fill_in_stages(written: object, value_of: Callable[[str, str], str]) -> object:
-    """Return the run spec of a stage in which placeholders `${stage.NAME.KEY}` are replaced.
+    """Replace the placeholders `${stage.NAME.KEY}` in a stage's run spec. Return the new run spec.
 
     In a regular expression, values are escaped. A `${` in a value is plain text, and not a
     placeholder.
@@ -332,7 +335,7 @@ def fill_in_stages(written: object, value_of: Callable[[str, str], str]) -> obje
 
 
 def fill_in_checkpoint(data: object, values: Mapping[str, str]) -> Any:
-    """Return the run spec of an evaluation in which placeholders for the checkpoint are replaced.
+    """Replace the checkpoint's placeholders in an evaluation's run spec. Return the new run spec.
 
     A `${` in a value is plain text, and not a placeholder. All other placeholders stay unchanged.
 
@@ -352,7 +355,7 @@ def fill_in_checkpoint(data: object, values: Mapping[str, str]) -> Any:
 
 
 def find_placeholder_faults(data: object) -> tuple[Fault, ...]:
-    """Return a fault for each placeholder with an unknown name or without `}` in a run spec."""
+    """Check the placeholders in a run spec. Return a fault for each unknown name or missing `}`."""
     run_names = sorted(list_known_names(data))
     names_by_kind = {
         Kind.FLEET: [*run_names, *_SERVER_NAMES],
