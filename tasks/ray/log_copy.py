@@ -114,7 +114,7 @@ class LogCopy:
             return b"".join([chunk async for chunk in chunks])
 
     def _find_new_bytes(self, last_lines: bytes) -> bytes | None:
-        """Return the bytes in the last lines of the log that were not copied yet.
+        """Return the part of `last_lines` that was not copied yet.
 
         Args:
             last_lines: At most the last `_LAST_LINES` lines of the log.
@@ -132,7 +132,7 @@ class LogCopy:
         start = last_lines.find(searched) if searched else -1
         while start != -1:
             end = start + len(searched)
-            # The log may contain `searched` several times. So also compare the longer
+            # The searched bytes may occur several times in the log. So also compare the longer
             # `_copied_end` with the bytes of the log up to `end`.
             if self._copied_end.endswith(last_lines[max(0, end - len(self._copied_end)) : end]):
                 ends.append(end)

@@ -169,8 +169,8 @@ class AgentConnection:
     #: Machine and user of the agent. If several Ray nodes run on one machine, their agents have the
     #: same machine and user, and can kill the same processes.
     sees: str
-    #: A pair of seconds: the difference between the node's clock and this machine's clock, and the
-    #: largest error of this difference.
+    #: Tuple (difference, error), both in seconds. The difference is the node's clock minus this
+    #: machine's clock. The error is the largest possible error of the difference.
     clock: tuple[float, float]
 
     @staticmethod
@@ -474,11 +474,12 @@ async def connect_to_nodes(gcs_address: str) -> AsyncIterator[NodeClient]:
 async def _read_agents(gcs_address: str, key: AgentKey, nodes: Iterable[Node]) -> dict[str, str]:
     """Return a mapping from node id to the address that the agent of the node has published.
 
-    Any job of the cluster can write to the key-value table with the addresses. So an address is
-    used only if its host is the host of the node.
+    Any job of the cluster can change these addresses. So an address is used only if its host is the
+    host of the node.
 
     Raises:
-        NoAnswer, Denied: The control store did not answer.
+        NoAnswer: The control store did not answer.
+        Denied: The control store refused the request.
     """
     addresses = await control_store.read_entries(gcs_address, NAMESPACE, key.prefix)
     hosts = {node.node_id: node.host for node in nodes}
@@ -608,7 +609,7 @@ async def sweep(
     only: Mapping[str, str] | None = None,
     within_s: float = SWEEP_WITHIN_S,
 ) -> SweepReport:
-    """Kill the leftover processes of a run on the living nodes of a Ray cluster with SIGKILL.
+    """Send SIGKILL to the leftover processes of a run on the living nodes of a Ray cluster.
 
     A process belongs to the run if its environment has the MUSTER_RUN_ID of the run. A process that
     was started with a cleared environment is not found. The call may be repeated.
@@ -726,14 +727,15 @@ async def find_gcs_address(address: str) -> str:
         address: URL of the cluster's dashboard.
 
     Raises:
-        NoAnswer, Denied: The dashboard did not answer.
+        NoAnswer: The dashboard did not return the address.
+        Denied: The dashboard refused the request.
     """
     async with aclosing(Dashboard(address)) as dashboard:
         return await dashboard.gcs_address()
 
 
 async def make_nodes_ready(address: str) -> None:
-    """Start Muster's agent on each node of a Ray cluster that has no agent yet.
+    """Start Muster's agent on each node of a Ray cluster, unless the node already has an agent.
 
     Later requests to the nodes are then fast. A failure is only logged, because a request to a node
     without an agent also starts the agent.

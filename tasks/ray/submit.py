@@ -80,10 +80,10 @@ _BOOTSTRAP = (
     f' (d+"/{_PACKAGE}" for d in os.environ["PYTHONPATH"].split(":")) if os.path.isdir(p)),'
     'run_name="__main__")'
 )
-#: Shell expression for the path of the Python interpreter that runs Ray on the node. Ray starts the
-#: job's command with a shell, so the parent process of the shell runs this interpreter. If
-#: the path of this interpreter cannot be read, `python3` in the PATH is used. `python3` is only the
-#: second choice, because the PATH may contain another Python or none.
+#: Shell expression for the path of the Python interpreter that runs Ray on the node. A Ray process
+#: starts the shell for the job's command. So the expression reads the interpreter's path from the
+#: parent process of the shell. If the path cannot be read, `python3` in the PATH is used. `python3`
+#: is only the second choice, because the PATH may contain another Python or none.
 _INTERPRETER = '"$(readlink /proc/$PPID/exe || command -v python3)"'
 
 
@@ -443,8 +443,8 @@ class Submitter:
         """Return the state of the job. Requests are repeated until the cluster answers.
 
         Args:
-            settle: True if an earlier submit request may still reach the cluster. If the cluster
-                has no such job, the state is then requested again for some seconds.
+            settle: True if an earlier submit request may still reach the cluster. If True and the
+                cluster has no such job, the state is requested again for some seconds.
 
         Returns:
             The state of the job, or None if the cluster has no such job.

@@ -57,11 +57,11 @@ _PR_SET_DUMPABLE = 4
 #: signal even if Ray has sent its own stop signal. Ray first lists the processes of the job and
 #: then sends the signal, so a process that starts after the listing gets no signal from Ray.
 _YOUNG_S = 0.5
-#: Message "stop the command" from the front process to the keeper process, if the stop request did
-#: not come from Ray.
+#: The front process sends this message to the keeper process to stop the command. The message is
+#: used if the stop was not requested by Ray.
 _STOP = b"s"
-#: Message "stop the command" from the front process to the keeper process, if the stop request came
-#: from Ray. Ray then also sends its stop signal to every process of the job.
+#: The front process sends this message to the keeper process to stop the command. The message is
+#: used if Ray requested the stop. Ray then also sends its stop signal to every process of the job.
 _STOP_BY_RAY = b"t"
 
 
@@ -268,7 +268,7 @@ class Keeper:
         return is_empty
 
     def _end_within(self, seconds: float) -> None:
-        """Schedule the kill of the process tree, unless an earlier kill is already scheduled.
+        """Schedule the kill of the process tree. A kill that is already scheduled is never delayed.
 
         Args:
             seconds: Delay until the kill.

@@ -141,7 +141,7 @@ class Backend(ABC):
         return {}
 
     def _completion(self, name_option: str) -> Ask:
-        """Return a request to the OpenAI-compatible API that generates one token.
+        """Return a request that generates one token through the OpenAI-compatible API.
 
         Args:
             name_option: Option of the server's command line that renames the served model.

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 #: Weight version of a server that has received no new weights since its start.
 _LOADED_VERSION = 0
-#: States in which the servers of a group have started, so that their weights can be replaced.
+#: States in which a server group can receive new weights, because its servers have started.
 _CAN_TAKE_WEIGHTS = frozenset({GroupState.ACTIVE, GroupState.SUSPECT, GroupState.STALE})
 
 
@@ -67,7 +67,7 @@ class GroupView:
         return self.state in RUNNING_STATES
 
     def is_current(self, epoch: int) -> bool:
-        """Return True if the group was not restarted and has not failed since the start `epoch`.
+        """Return True if `epoch` is the group's latest start, and the group has not failed since.
 
         Args:
             epoch: Number of a start of the group. 1 is the first start.
@@ -155,7 +155,10 @@ class FleetView:
 
     @property
     def is_ready(self) -> bool:
-        """True if all server groups, except retired groups, work and the gateway reaches them."""
+        """True if the gateway can reach all server groups and all of them are up.
+
+        Retired groups do not count.
+        """
         kept = [group for group in self.groups if group.state is not GroupState.RETIRED]
         return bool(kept) and all(group in self.up and not group.unreachable for group in kept)
 
@@ -409,7 +412,7 @@ class Registry:
         self._move(view, GroupState.INACTIVE, cause=why)
 
     def commit(self, version: int, epochs: Mapping[int, int], *, force: bool = False) -> None:
-        """Set the weight version of the fleet. Groups with these weights accept requests.
+        """Set the weight version of the fleet. Server groups with this version accept requests.
 
         All other server groups that have started become STALE.
 
