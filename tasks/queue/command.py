@@ -157,8 +157,9 @@ def set_(
     Args:
         setting: Settings to change. policy=fifo or policy=backfill: the scheduling policy.
             limit.TAG=N: largest number of GPUs for all runs with the tag. node.NAME=N: a node
-            with N GPUs for runs without Ray. cluster.URL=N: a Ray cluster that its autoscaler
-            may grow to N nodes with GPUs. Write 0 for a cluster without an autoscaler.
+            with N GPUs for runs without Ray. cluster.URL=N: a Ray cluster whose
+            autoscaler may add nodes, up to N nodes with GPUs in total. N is 0 for a cluster
+            without an autoscaler.
     """
     edit = partial(settings.with_values, assignments=setting)
     return _run_with_client(lambda client: _change(client, pool, edit))

@@ -18,8 +18,8 @@ from prefect.client.schemas.objects import ConcurrencyLimitStrategy
 
 #: Largest number of deployments in one answer of the server.
 _PAGE = 200
-#: Time, in seconds, between two readings of a deployment that has no concurrency limit. If a limit
-#: is added between these readings, the server itself enforces the limit.
+#: Time, in seconds, between two readings of a deployment that has no concurrency limit. A new limit
+#: need not be noticed at once, because the server itself enforces the limit.
 _READ_AGAIN_S = 10.0
 
 
@@ -31,7 +31,8 @@ class DeploymentLimit:
     limit: int
     #: Number of active runs according to the server.
     active: int = 0
-    #: True if a new run is cancelled when the limit is reached. False if the run waits.
+    #: True if the server cancels a new run while `limit` other runs are active. False if the new
+    #: run waits.
     skips: bool = False
 
 

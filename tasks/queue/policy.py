@@ -41,7 +41,7 @@ CLASSES_S = (
 
 
 class Quota:
-    """The number of GPUs in use and the GPU limit of each tag."""
+    """For each tag: the number of GPUs in use, and the largest allowed number of GPUs."""
 
     def __init__(self, limits: Mapping[str, int], used: Mapping[str, int] | None = None) -> None:
         """
@@ -234,10 +234,10 @@ class _Reservation:
     #: Reserved start: the earliest time at which the run will fit, according to the estimates.
     #: Infinite if the run never fits.
     at: float
-    #: Forecast of the resources that will be free just before the reserved start.
+    #: Forecast of the resources that will be free at the reserved start, before `head` takes GPUs.
     nodes: NodesAhead
-    #: Forecast of the number of GPUs in use for each tag just after the start of `head`. The number
-    #: includes the GPUs of `head`.
+    #: Forecast of the number of GPUs in use for each tag at the reserved start. The number includes
+    #: the GPUs of `head`.
     quota: Quota
     #: Ids of the active runs that must end before the reserved start, to free enough GPUs.
     waits_for: tuple[str, ...]
@@ -309,10 +309,11 @@ class _Pass:
         return Plan(admitted=self._admitted, reasons=self._reasons, free=free)
 
     def _skip_gangs_over_limit(self, queue: Sequence[Waiting]) -> Iterator[Waiting]:
-        """Yield the runs of the queue whose start would not exceed a tag's limit of GPUs.
+        """Yield the runs of the queue, but skip each run that would exceed a tag's limit of GPUs.
 
-        A run is checked only when the iterator reaches the run, so that the GPUs of the runs
-        started before are counted. The reasons of the skipped runs are stored in `_reasons`.
+        A run is checked only when the iterator reaches the run. So the check counts the GPUs of all
+        runs that this scheduling pass has started until then. The reasons of the skipped runs are
+        stored in `_reasons`.
         """
         over_limit: dict[str, Reason] = {}
         for run in queue:
@@ -343,9 +344,10 @@ class _Pass:
         """
         behind = Reason(why=Why.BEHIND, waits_for=(reservation.head.id,))
         would_delay = Reason(why=Why.WOULD_DELAY, waits_for=(reservation.head.id,))
-        # Many runs of a long queue have the same demand, so these sets store the results of the
-        # checks. A demand that does not fit will not fit later in the same pass. A demand that
-        # would delay the first run is checked again after another run has started.
+        # Many runs of a long queue have the same demand. So remember the demands that do not fit
+        # (`too_large`), and the demands that would delay `reservation.head` (`delaying`). A demand
+        # in `too_large` will not fit later in the same pass. A demand in `delaying` is checked
+        # again after another run has started.
         too_large: set[object] = set()
         delaying: set[object] = set()
         for run in queue:

@@ -45,7 +45,7 @@ class Fit:
     cluster: str
     #: True if the run fits. None if the cluster does not answer, so that its nodes are unknown.
     fits: bool | None
-    #: Reason why the run does not fit, or why this is unknown. Empty if the run fits.
+    #: Reason why the run does not fit, or why `fits` is None. Empty if the run fits.
     reason: str = ""
 
 

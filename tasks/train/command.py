@@ -109,8 +109,9 @@ def run_in_terminal(spec: RunSpec, run_flow: Callable[[], State[Any]]) -> int:
             started.
     """
     if spec.code in (None, LIVE_CODE):
-        # Check the spec now, because the run uses the files in this directory. For a run with
-        # submitted code, the task `admit` checks the spec later.
+        # The run uses the files in the working directory, so the spec can already be checked
+        # against these files. If the run uses submitted code, the task `admit` checks the spec
+        # later.
         check_spec(spec)
     _check_devices(spec)
     hide_prefect_logs()
@@ -150,10 +151,11 @@ def run_in_terminal(spec: RunSpec, run_flow: Callable[[], State[Any]]) -> int:
 
 
 def _run_to_end(run_flow: Callable[[], State[Any]], terminal: Terminal) -> State[Any]:
-    """Run the flow, and return the final state that the run's file `run.json` contains.
+    """Run the flow, and return the final state of the run, as recorded in its file `run.json`.
 
-    Normally, the flow run has the same final state. But if the Prefect server did not answer at the
-    end of the run, the flow fails although the run may have completed.
+    The flow can end in another state. For example, the flow fails if the Prefect server does not
+    answer at the end of a completed run. The state of the flow is returned only if `run.json`
+    contains no final state.
 
     Args:
         run_flow: Function that runs the flow and returns its final state.
@@ -216,7 +218,7 @@ def _check_devices(spec: RunSpec) -> None:
 
 
 def _describe_leftovers() -> str:
-    """Return a message with the runs of this process whose programs may still be running."""
+    """Return a message that says which runs of this process may still have running programs."""
     this_process = ProcessId.of(os.getpid())
     owners = [read_owner(run) for run in registered_runs()]
     run_ids = [owner.run_id for owner in owners if owner and owner.process == this_process]

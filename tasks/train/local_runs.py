@@ -79,11 +79,11 @@ def read_local_record(run_id: str) -> RunJson | None:
 def import_run_json() -> type[RunJson]:
     """Import and return the class `RunJson`.
 
-    The import takes long, so call this function only if the class is needed. `muster logs` often
-    works without the class.
+    The import takes long, and `muster logs` often works without the class. So call this function
+    only if the class is needed.
 
-    The module `tasks.client` calls this function during its own import. A later import of
-    `tasks.record.run_json` could find another package with the name `tasks` in the user's project.
+    The module `tasks.client` is an exception: it calls this function during its own import.
+    Otherwise, a later import could use a package of the user's project that has the name `tasks`.
     """
     from tasks.record.run_json import RunJson
 

@@ -64,9 +64,9 @@ _FLUSH_TIMEOUT_S = 15.0
 def next_attempt(run: RunSession) -> bool:
     """Decide whether an attempt of the run starts, and wait until its start is due.
 
-    If a Prefect worker started this process, the process exits instead of waiting. But the process
-    waits if a person started the run, or if the Prefect server does not accept the state in which
-    the flow run would wait. An interrupt or a cancellation ends the wait at once.
+    If a Prefect worker started this process, the process gives the flow run a waiting state and
+    exits. This process itself waits if it was started in another way, for example by a person, or
+    if the waiting state cannot be set. An interrupt or a cancellation ends the wait at once.
 
     Returns:
         True if an attempt must start now, False if the run is over.
@@ -236,19 +236,19 @@ def _make_labels(run: RunSession, decision: RetryDecision, delay_s: float) -> di
     if not decision.is_requeue:
         return requeue_labels()
     if run.spec.ray is not None:
-        # Ray reports the free GPUs correctly some seconds after the end of an attempt, so a shorter
-        # delay is sufficient. Use a fraction of the full delay, so that the delay still grows with
-        # each requeue.
+        # A run on a Ray cluster needs only a short delay: some seconds after the end of an attempt,
+        # Ray reports correctly which GPUs are free. Use a fraction of the normal delay, so that the
+        # short delay also grows with each requeue.
         delay_s = min(delay_s, max(_min_absence_s(), delay_s / _REPORTED_CLUSTER_DIVISOR))
     return requeue_labels(not_before=time.time() + delay_s)
 
 
 def _min_absence_s() -> float:
-    """Return the smallest number of seconds from now to the scheduled start of the next process.
+    """Return the shortest allowed time, in seconds, until the scheduled start of the next process.
 
     This process must exit at least `_MIN_ABSENCE_S` before the next process starts. A worker starts
-    a flow run up to PREFECT_WORKER_PREFETCH_SECONDS before its scheduled time, so these seconds are
-    added.
+    a flow run up to PREFECT_WORKER_PREFETCH_SECONDS before its scheduled time. The result is the
+    sum of both times.
     """
     return _MIN_ABSENCE_S + float(PREFECT_WORKER_PREFETCH_SECONDS.value())
 
@@ -256,7 +256,7 @@ def _min_absence_s() -> float:
 def _hand_over_run(
     run: RunSession, flow_run_id: UUID, state: State[Any], labels: Mapping[str, Any]
 ) -> bool:
-    """Give the flow run a waiting state, so that a worker starts its next process.
+    """Give the flow run a waiting state. A worker later starts the next process of the flow run.
 
     Args:
         run: The run.
