@@ -136,7 +136,8 @@ def _update(
 ) -> str:
     """Update an automation on the server to the content of its YAML file.
 
-    Do nothing if the contents are equal, or if a user has changed the automation on the server.
+    Do nothing if the contents are equal. Also do nothing if a user has changed the automation on
+    the server, unless `replace` is True.
 
     Args:
         client: Client of the Prefect server.

@@ -28,7 +28,7 @@ Weights = Mapping[str, Tensor]
 
 
 class OutOfStep(Exception):
-    """The weight version of an answer is wrong, or the trainer no longer has these weights."""
+    """The weight version of an answer is wrong, or the weights of this version are not kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +83,11 @@ class AnswerCheck:
 
     #: Largest difference between a reported and a recomputed log-probability, in nats.
     gap: float
-    #: Like `gap`, but recomputed with wrong weights on purpose. These weights are the last kept
-    #: version before the version that sampled the answers. The check can detect wrong weights only
-    #: if this value is much larger than `gap`. If several versions sampled the answers, one value
-    #: is computed for each version, and the smallest value is stored here. None if no older weights
-    #: are kept.
+    #: Like `gap`, but the log-probabilities are recomputed with wrong weights on purpose. If an
+    #: engine sampled the answers with weight version N, the wrong weights are the newest kept
+    #: version before N. The check can detect wrong weights only if this value is much larger than
+    #: `gap`. If several versions sampled the answers, one value is computed for each version, and
+    #: the smallest value is stored here. None if no such earlier version is kept.
     gap_before: float | None
 
 

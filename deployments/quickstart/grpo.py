@@ -147,7 +147,11 @@ def train_step(
 
 
 def _map_weights(function: Callable[..., Floats], *weights: Policy) -> Policy:
-    """Apply `function` to each weight of the policies, and return the results as a policy."""
+    """Return a policy whose weights are the results of `function`.
+
+    For each weight name, `function` is called once, with the weights of this name from all given
+    policies.
+    """
     return Policy(
         **{name: function(*(getattr(policy, name) for policy in weights)) for name in WEIGHT_NAMES}
     )

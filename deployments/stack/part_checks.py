@@ -185,7 +185,7 @@ def _find_other_worker(client: httpx.Client, stack: Stack) -> str:
 
 
 class _NoAnswer(Exception):
-    """A program of the `muster up` stack sent no HTTP response, or an error response.
+    """A request to a program of the `muster up` stack failed.
 
     The message of the exception describes the problem.
     """

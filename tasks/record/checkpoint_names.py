@@ -222,9 +222,9 @@ def make_pattern(names: Sequence[str]) -> str:
 
 
 def _strip(name: str) -> str:
-    """Return the name of a checkpoint without its suffix, metrics, ranks and version.
+    """Return a checkpoint's name without file extension, metrics, ranks and version.
 
-    A version is a suffix such as `-v2`. The training step stays in the name.
+    A version is a part such as `-v2`. The training step stays in the name.
     """
     without_metrics = _METRIC.sub("", _SUFFIX.sub("", name))
     return _VERSION.sub("", _RANK.sub("", without_metrics))

@@ -77,8 +77,9 @@ def fail_on_wrong_names(
     try:
         yield
     except SystemExit as engine_exit:
-        # Prefect's engine calls `exit` while it handles the error about the parameters. So Python
-        # stores this error in the attribute `__context__` of SystemExit.
+        # If parameters are wrong, Prefect's engine catches an error and calls `exit` in the same
+        # `except` block. Python stores the caught error in the attribute `__context__` of
+        # SystemExit.
         if not isinstance(engine_exit.__context__, _WRONG_NAMES):
             raise
         try:

@@ -228,7 +228,7 @@ def has_adoptable_attempt(lost: LostRun) -> bool:
 def _needs_next_process(state: State[object]) -> bool:
     """Return True if Muster must schedule the next process of a lost flow run.
 
-    The result is True in these states, because no worker will start the flow run:
+    Workers will not start a flow run in the following states, so the result is True:
 
     - Running and Crashed: workers start only scheduled flow runs.
     - Pending for longer than `_START_TIMEOUT`: a worker would have started the flow run by now.

@@ -90,7 +90,8 @@ def reconcile_host(lost: str | None = None) -> Report:
     A lost run is a run whose flow process has died.
 
     - Ray nodes that could not be checked for leftover processes are checked again.
-    - Leftover processes of lost runs in the registry are ended, and the records get final states.
+    - For each lost run in the registry, the leftover processes are ended, and the record gets a
+      final state.
     - Active runs of this host are ended if their flow run has ended or was deleted.
     - The records of runs that ended while they waited without a process are closed.
     - Flow runs that were assigned to the host, but have neither a process nor a registry entry, get
@@ -449,9 +450,9 @@ def _check_is_silent(client: SyncPrefectClient, name: str) -> None:
 
 
 def _last_contacts(client: SyncPrefectClient, name: str) -> Iterator[tuple[str, datetime]]:
-    """Yield a description of each Muster process of a host, and a time in UTC.
+    """Yield a pair for each Muster process of a host: a description and a time in UTC.
 
-    The time is the last contact of the process with the Prefect server.
+    The time is the last contact of this process with the Prefect server.
     """
     for pool in client.read_work_pools():
         for worker in client.read_workers_for_work_pool(pool.name):
