@@ -106,9 +106,10 @@ def is_empty(path: str) -> bool:
 
 
 def pids(path: str) -> set[int]:
-    """Return the pids of the processes in a cgroup, without the cgroups below it.
+    """Return the pids of the processes in a cgroup.
 
-    The pids are valid in the PID namespace of the calling process.
+    Processes in the cgroups below this cgroup are left out. The pids are valid in the PID namespace
+    of the calling process.
 
     Raises:
         OSError: The cgroup cannot be read.

@@ -31,8 +31,8 @@ _INFO = struct.Struct("=QQ11Ii")
 #: Number of the ioctl that reads facts about the process of a pidfd.
 #: Source: linux/pidfd.h, _IOWR(0xFF, 11, struct pidfd_info).
 _PIDFD_GET_INFO = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
-#: Bit in the mask for the exit status. In a request, it means that the exit status is wanted. In an
-#: answer, it means that the answer contains the exit status.
+#: Bit in the mask of PIDFD_GET_INFO that stands for the exit status. Muster sets the bit to ask for
+#: the exit status. The kernel sets the bit if its answer contains the exit status.
 _PIDFD_INFO_EXIT = 1 << 3
 #: Index of the exit status in the list that `tree.stat_fields` returns.
 #: Source: proc_pid_stat(5), field 52.
@@ -123,9 +123,9 @@ class ProcessWatch:
 
     #: The component whose processes are watched.
     process: GuardedProcess
-    #: The liveness probe of the component. It contains the pattern, the seconds between two
-    #: searches, and the number of consecutive searches without a match after which the processes
-    #: count as lost.
+    #: The liveness probe of the component. It contains the pattern for command lines, the seconds
+    #: between two searches for matching processes, and the number of consecutive searches without a
+    #: match after which the processes count as lost.
     live: LiveProbe
     #: Publishes the event `process.watched` for each process that is watched from now on.
     emit: Emit
@@ -159,7 +159,7 @@ class ProcessWatch:
                 self._forget(pid)
 
     def _watch_new_processes(self, lost: asyncio.Future[GiveUpReason]) -> bool:
-        """Find matching processes that are not watched yet, and watch them.
+        """Find new processes of the component that match the pattern, and watch them.
 
         Args:
             lost: Future that receives the description of a watched process when that process ends.

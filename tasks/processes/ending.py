@@ -96,27 +96,27 @@ def end_all(
             break
         time.sleep(ROUND_S)
     if clean < CLEAN_ROUNDS:
-        # A process could not be killed, or new processes appeared until the time limit. In both
-        # cases, further processes may appear. So report the processes of this last round as
-        # remaining, even if they end a moment later.
+        # A process could not be killed, or the time limit was reached. In both cases, new processes
+        # may still appear. So call `end_once` a last time, and report the processes that it finds
+        # as remaining, even if they end a moment later.
         left = end_once()
     left |= {process for process in killed if not _is_gone(*process)}
     return killed - left, left
 
 
 def end_orphans(*, chases: bool = True) -> list[int]:
-    """Send SIGKILL once to all descendants of dead guardian processes.
+    """Send SIGKILL once to all orphans: the descendants of dead guardian processes.
 
-    The calling process must be a subreaper, so that the kernel makes it the parent of these
-    descendants. Processes that the calling process has started itself get no signal, and neither do
-    their descendants.
+    The calling process must be a subreaper, so that the kernel makes it the parent of the orphans.
+    Processes that the calling process has started itself get no signal, and neither do their
+    descendants.
 
     Args:
         chases: False to skip the search for new processes, see `tree.kill_once`.
 
     Returns:
-        Pids of those descendants that are now children of the calling process, including zombies,
-        in ascending order.
+        Pids of the orphans that are now children of the calling process, including zombies, in
+        ascending order.
     """
     orphan_pids: set[int] = set()
     own_mark = read_mark(os.getpid())
@@ -290,8 +290,8 @@ def _end_matching(is_meant: Callable[[int], bool]) -> set[PidAndStart]:
         if not is_meant(pid):
             return 0
         start = start_ticks(pid)
-        # Check the process again. If the kernel has reused the pid after the first check, `start`
-        # belongs to another process.
+        # Call `is_meant` a second time. After the first call, the kernel may have given the pid to
+        # a new process. Then `start` is the start time of the new process.
         return start if is_meant(pid) and not is_zombie(pid) else 0
 
     def send_all(signum: int) -> list[int]:
@@ -368,8 +368,8 @@ class Holders:
     #: `pids[value]`: pids of this user's processes that have this value of the environment
     #: variable.
     pids: Mapping[str, tuple[int, ...]]
-    #: `hidden[pid]`: command line of each process that could not be checked, because it belongs to
-    #: another user or its environment cannot be read.
+    #: `hidden[pid]`: command line of each process that belongs to another user, or whose
+    #: environment variables cannot be read.
     hidden: Mapping[int, str]
 
 

@@ -23,8 +23,8 @@ from contextlib import suppress
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-#: Number of the resource limit on file locks. The kernel no longer enforces this limit, so
-#: `mark_own` can use its value to mark processes. Source: getrlimit(2).
+#: Value of the kernel's constant RLIMIT_LOCKS, which selects the resource limit on file locks. The
+#: kernel no longer enforces this limit, so `mark_own` can store a mark in it. Source: getrlimit(2).
 _RLIMIT_LOCKS = 10
 #: Smallest mark. `mark_own` stores a mark in the resource limit on file locks. A smaller value of
 #: this limit is not a mark, but a limit that an administrator has set.
@@ -50,9 +50,9 @@ _ROUND_PAUSE_PART = 0.05
 #: For this number of seconds after the first round of SIGKILL, the rounds follow each other without
 #: a pause.
 _ROUNDS_AT_ONCE_S = 1.0
-#: If this user can signal none of the remaining processes, the processes are reported this number
-#: of seconds after the first SIGKILL. The report is not sent at once, because the processes may end
-#: by themselves when their parent has ended.
+#: Seconds from the first SIGKILL to the report about the remaining processes, if this user can
+#: signal none of them. They are not reported at once, because they may end by themselves when their
+#: parent has ended.
 REFUSED_AFTER_S = 1.0
 #: Processes that still exist this number of seconds after the first SIGKILL are reported as stuck.
 #: A stuck process is in uninterruptible sleep, for example on a broken disk.
@@ -167,7 +167,7 @@ def spawn(
 def stop_group(leader: int, signum: int) -> None:
     """Send a signal and then SIGCONT to a process group.
 
-    A process that SIGSTOP has stopped handles the signal only after SIGCONT.
+    If SIGSTOP has suspended a process, the process handles other signals only after SIGCONT.
 
     Args:
         leader: Id of the process group, which is the pid of its leader.
@@ -189,8 +189,9 @@ def new_mark() -> int:
 def mark_own(mark: int) -> None:
     """Mark this process and its future descendants with a number, so that they can be found.
 
-    The number is stored in the resource limit on file locks, which the kernel ignores. A descendant
-    can change its environment and its session, but it inherits this limit with each fork and exec.
+    The number is stored as the resource limit on file locks. The kernel does not enforce this
+    limit. A descendant can change its environment and its session, but it inherits this limit with
+    each fork and exec.
 
     Args:
         mark: Number from `new_mark`.
@@ -209,8 +210,8 @@ def mark_own(mark: int) -> None:
 def allow_files(wanted: int) -> None:
     """Raise this process's soft limit of open files to `wanted`, at most to the hard limit.
 
-    Start other programs with the former limit, `FILES_AT_START`. Many programs use select(2), which
-    fails for file descriptors above 1,023.
+    Afterwards, the caller must start other programs with the former limit, `FILES_AT_START`. Many
+    programs use select(2), which fails for file descriptors above 1,023.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
@@ -271,9 +272,10 @@ def is_zombie(pid: int) -> bool:
 
 
 def living_or_all(pids: list[int]) -> list[int]:
-    """Return the processes without the zombies. If all processes are zombies, return all.
+    """Return the processes that are not zombies. If all processes are zombies, return all of them.
 
-    A zombie can block the end of a process tree, for example if a debugger traces the zombie.
+    Use this function to report why a process tree has not ended. If only zombies remain, a zombie
+    is the reason, for example because a debugger traces the zombie.
     """
     return [pid for pid in pids if not is_zombie(pid)] or pids
 
@@ -343,8 +345,8 @@ def read_real_user(pid: int, proc: str = "/proc") -> int | None:
 def belongs_to_own_user(pid: int, proc: str = "/proc") -> bool:
     """Return True if the user of the calling process also started the process `pid`.
 
-    Check this before a process is treated as part of a run. Another user's process can copy the
-    environment variables of a run, and the mark that the run's processes got from `mark_own`.
+    Another user's process can copy both the environment variables and the mark (see `mark_own`) of
+    a run's processes. So call this function before a process is treated as part of a run.
     """
     return read_real_user(pid, proc) == os.getuid()
 
@@ -505,19 +507,19 @@ class KillRounds:
 
     @property
     def lasts_s(self) -> float:
-        """Seconds since this object was created, shortly before the first round of SIGKILL."""
+        """Seconds since this object was created."""
         return self._clock() - self._began_at
 
     @property
     def pause_s(self) -> float:
-        """Seconds until the pause after the last round of SIGKILL ends; 0 if it has ended."""
+        """Remaining seconds of the pause after the last round of SIGKILL; 0 after the pause."""
         return max(0.0, self._next_at - self._clock())
 
     def is_due(self) -> bool:
         """Return True if the next round of SIGKILL may begin now.
 
-        In the first second, the rounds follow each other without a pause. Later, a round may begin
-        only when the pause after the last round has ended.
+        In the first second after this object was created, a round may begin at any time. Later, a
+        round may begin only when the pause after the previous round has ended.
         """
         return self.lasts_s <= _ROUNDS_AT_ONCE_S or self.pause_s == 0.0
 
@@ -561,9 +563,9 @@ def signal_process(pid: int, signum: int, *, parent: int) -> bool:
 def signal_with_group(pid: int, signum: int, *, parent: int) -> None:
     """Send a signal to the process `pid` if it is a child of `parent`.
 
-    If the process leads a process group, the whole group gets the signal. The child of a Prefect
-    worker ignores SIGTERM, but the process that executes the flow run is in the same group and gets
-    the signal, too.
+    If the process leads a process group, the whole group gets the signal. For example, the child of
+    a Prefect worker leads a group. The child ignores SIGTERM, but the group also contains the
+    process that executes the flow run.
     """
     with suppress(PermissionError, ProcessLookupError):
         if os.getpgid(pid) == pid and read_parent(pid) == parent:
@@ -597,11 +599,11 @@ def signal_descendants(
 
 
 def reap_all() -> tuple[dict[int, int], bool]:
-    """Read the exit status of every child of this process that has ended (reap it).
+    """Reap all ended children of this process: read the exit status of each child.
 
     Returns:
-        `(statuses, is_empty)`: a mapping from pid to wait status for these children, and True if
-        this process has no child now.
+        `(statuses, is_empty)`: a mapping from the pid of each reaped child to its wait status, and
+        True if this process has no child now.
     """
     statuses: dict[int, int] = {}
     while True:
