@@ -69,8 +69,9 @@ class Blame(Enum):
     #: second attempt fails in the same way with the same checkpoint, the second attempt gets the
     #: value `GIVEN_UP`.
     SUSPECTED = "suspected"
-    #: The attempt died or stopped responding while it loaded the checkpoint. No later attempt
-    #: starts from this checkpoint.
+    #: The checkpoint counts as the cause. The attempt died or stopped responding while it loaded
+    #: the checkpoint, or it failed in the same way as an earlier attempt that is `SUSPECTED` and
+    #: has the same checkpoint. No later attempt starts from this checkpoint.
     GIVEN_UP = "given up"
 
 
@@ -94,11 +95,11 @@ class RejectedCheckpoint:
 
 
 def blame_attempts(spec: RunSpec, attempts: Sequence[AttemptRecord]) -> list[Blame]:
-    """Return one `Blame` per attempt, which shows whether the checkpoint caused the failure.
+    """Return one `Blame` per attempt: whether the attempt failed because of its checkpoint.
 
-    For each checkpoint, at most one attempt gets the value `GIVEN_UP`. If consecutive attempts fail
-    with more than three different checkpoints, the checkpoints are not the cause. All these
-    attempts then get the value `NONE`.
+    The value `GIVEN_UP` means that no later attempt starts from the checkpoint. At most one attempt
+    per checkpoint gets this value. If consecutive attempts fail with more than three different
+    checkpoints, the checkpoints are not the cause. All these attempts then get the value `NONE`.
     """
     blames: list[Blame] = []
     suspected: set[str] = set()
@@ -155,8 +156,9 @@ def find_attempts_failed_by_checkpoint(
     """Return the attempts that failed because of their checkpoint.
 
     The returned attempts do not count against the limit in the spec key `retry.attempts`. An
-    attempt that reached its time limit is never returned. If the run spec has the key `progress`,
-    the result also contains attempts whose checkpoint is only suspected (`Blame.SUSPECTED`).
+    attempt that reached its time limit is never returned. An attempt with the value
+    `Blame.SUSPECTED` is returned only if the run spec has the key `progress`. Without this key,
+    Muster does not know whether the attempt completed a training step.
     """
     blames = blame_attempts(spec, attempts)
     return [
@@ -188,8 +190,8 @@ def _judge(spec: RunSpec, attempt: AttemptRecord) -> Blame:
         is_silent = spec.progress is not None or failure.kind is FailureKind.STALLED
         if not is_silent:
             return Blame.NONE
-        # The attempt hung while the ranks of the training waited for each other. The cause may be
-        # the network instead of the checkpoint.
+        # If the attempt hung while the ranks of the training waited for each other, the cause may
+        # be the network instead of the checkpoint.
         is_collective = _COLLECTIVE.search(failure.message) is not None
         return Blame.SUSPECTED if is_collective else Blame.GIVEN_UP
     can_be_damaged = failure.kind.properties.blames_checkpoint is CheckpointBlame.IF_DIED

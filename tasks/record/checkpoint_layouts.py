@@ -126,7 +126,7 @@ class Content:
 
     @property
     def changed_at(self) -> float:
-        """Time of the last change of any file in UTC epoch seconds, or 0 if there are no files."""
+        """UTC epoch seconds of the last change of the checkpoint's files, or 0 without files."""
         return max((facts.changed_ns for facts in self._facts), default=0) / 1e9
 
     @property
@@ -474,8 +474,8 @@ def _is_sharded_at_top(content: Content) -> bool:
     return any(name.endswith(".distcp") and "/" not in name for name in content.names)
 
 
-#: Names of layouts that match other files than checkpoints, too. A match with one of these layouts
-#: does not prove that the files contain the state of a training.
+#: Names of layouts that can also match files that are not checkpoints. A match with one of these
+#: layouts does not prove that the files contain the state of a training.
 _WEAK_LAYOUTS = frozenset({"single file", "one file per rank", "Lightning, sharded"})
 
 

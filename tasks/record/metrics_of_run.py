@@ -99,9 +99,9 @@ class MetricReader:
 
     @property
     def last_step(self) -> float | None:
-        """Highest training step in the lines that were read, with or without the metric.
+        """Highest training step in the lines that were read from the metrics files.
 
-        None if no line with a step was read yet.
+        Lines without a value of the metric count, too. None if no line with a step was read yet.
         """
         steps = [step for _, _, values in self._attempts.values() for step in values]
         return max(steps, default=None)

@@ -449,8 +449,8 @@ class SubmissionJson(Recorded):
     ended_at: float | None = None
     exit_code: int | None = None
     signal: int | None = None
-    #: Processes of the job that Muster could not end. None if Muster has not searched for leftover
-    #: processes yet.
+    #: Leftover processes of the job. Muster could not end these processes. None if Muster has not
+    #: searched for leftover processes yet.
     left: Sequence[int | str] | None = None
     #: Nodes on which Muster could not search for leftover processes of the job. None if Muster has
     #: not started the search yet.
@@ -616,7 +616,7 @@ class RunRecord:
         """Record the code, the software versions and the host of the current attempt.
 
         The values of the first attempt are stored for the whole run. For each later attempt, only
-        the values that differ are stored.
+        values that differ from the values of the first attempt are stored.
 
         Args:
             provenance: Code, interpreter and host of the attempt, as `code_store.describe_versions`
@@ -661,7 +661,7 @@ class RunRecord:
                 self._save(self.content.with_last(attempt.with_changes(ports=dict(ports))))
 
     def decide(self, decision: str) -> None:
-        """Record whether the run is retried after its last attempt, is requeued, or has ended."""
+        """Record the decision after an attempt: a retry, a requeue, or the end of the run."""
         with self._lock:
             last = self.content.attempts[-1]
             self._save(self.content.with_last(last.with_changes(decision=decision)))

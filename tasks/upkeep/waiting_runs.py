@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 def update_page_of_closed_run(client: SyncPrefectClient, flow_run_id: str, directory: Path) -> None:
     """Update the run's artifacts in the Prefect UI from the record in the run's directory.
 
-    Errors are only logged, because outdated artifacts must not prevent the end of a run.
+    Errors are only logged, so that the caller can still finish its work.
 
     Args:
         client: Client of the Prefect server.
@@ -281,8 +281,8 @@ def _close_record(
         return None
 
     if state is not None and state.is_completed():
-        # A user has set the flow run to Completed, although its last attempt did not complete. So
-        # record the run as cancelled, and not as completed.
+        # A user has set the flow run to Completed, although its last attempt did not complete. The
+        # user has ended the run, so record the run as cancelled.
         new_state = RunState.CANCELLED
         message = "a user set the flow run to Completed while the run waited for its next attempt"
     elif state is None or state.is_cancelled():
