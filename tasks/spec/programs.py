@@ -41,8 +41,8 @@ _REMEDY = (
 ENVIRONMENT_VARIABLES = ("VIRTUAL_ENV", "CONDA_PREFIX")
 #: Path of the interpreter, relative to the folder of a Python environment.
 _PYTHON_OF_ENVIRONMENT = "bin/python"
-#: Matches flags of Python and of shells, which are options without a value. After any other option,
-#: the next argument may be the value of the option, or the script.
+#: Matches options without a value (flags) of Python and of shells. After any other option, the next
+#: argument may be the value of the option, or the script.
 _FLAGS = re.compile(r"-[BEIPbdehinqsuvx]+")
 #: Matches the last option of Python before the name of a module. After -I or -P, Python does not
 #: search for the module in the working directory, so these options do not match.
@@ -246,7 +246,7 @@ def find_trusted_environment(root: Path) -> Path | None:
 
 
 def find_missing_programs(spec: RunSpec, *, root: Path, path: str) -> tuple[Fault, ...]:
-    """Return a fault for each file or program in the spec that does not exist.
+    """Return a fault for each missing file, directory or program that the spec names.
 
     Args:
         spec: The spec, in which placeholders are not replaced yet.
@@ -254,7 +254,8 @@ def find_missing_programs(spec: RunSpec, *, root: Path, path: str) -> tuple[Faul
         path: PATH of the components that set no PATH in `env`; see `build_component_path`.
 
     Returns:
-        The faults in the order of the file.
+        The faults of the spec key `cwd`, then those of the components, then those of the
+        evaluations.
     """
     faults = [*_find_directory_faults("cwd", spec.cwd, root)]
     for name, component in spec.components.items():
@@ -288,7 +289,7 @@ def _find_path(env: Env, default: str) -> str | None:
 def _find_faults_at(
     place: str, command: Sequence[str | None], cwd: Path | None, path: str | None
 ) -> Iterator[Fault]:
-    """Yield a fault for each file or program in a command that does not exist.
+    """Yield a fault for each missing file or program that a command names.
 
     Args:
         place: Path of the command in the spec.
@@ -529,15 +530,16 @@ def _find_launched_target(command: Sequence[str | None], start: int) -> _ScriptA
 
 
 def _find_module_faults(place: str, module: str, cwd: Path) -> Iterator[Fault]:
-    """Yield a fault if a module of a package in the working directory does not exist.
+    """Yield a fault if a command names a module that does not exist in its package.
 
-    Folders without the file __init__.py are not checked, because Python prefers a library with the
-    same name in another place.
+    Only packages in the working directory are checked, because Python searches this directory
+    first. A folder without the file __init__.py is not checked: if a library elsewhere has the same
+    name, Python uses the library.
 
     Args:
         place: Dotted path of the module in the spec.
         module: Full name of the module, such as `lib.train`.
-        cwd: Working directory of the command. Python searches there first.
+        cwd: Working directory of the command.
     """
     if not _MODULE_NAME.fullmatch(module):
         return

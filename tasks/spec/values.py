@@ -51,7 +51,7 @@ LEFT_OUT = "Left out"
 #: Value of `position` in the JSON schema for large fields, which the form shows last.
 LAST = 1000
 #: Name of an additional entry in the JSON schema of a mapping. The entry lists all keys in the
-#: order of the pydantic model, including the keys that the form hides.
+#: order of the pydantic model, including the keys that the web form of the Prefect UI hides.
 _ALL_KEYS = "x-keys"
 
 
@@ -98,8 +98,8 @@ def _adapt_field(schema: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in merged.items() if key not in ("anyOf", "default")}
 
 
-#: A validation error with the place of the wrong value. The place is a sequence of keys and list
-#: indexes, which starts at the validated value.
+#: The place of a wrong value, and the validation error. The place consists of the keys and the list
+#: indexes that lead from the validated value to the wrong value.
 Refusal = tuple[tuple[str | int, ...], PydanticCustomError]
 Valid = TypeVar("Valid")
 
@@ -261,7 +261,7 @@ class WrittenFloat(float):
 
 
 def describe_value(value: object) -> str:
-    """Return a short description of a wrong value for a message, such as `the text 'ready'`.
+    """Return a short description of a wrong value, such as `the text 'ready'`.
 
     The contents of lists and mappings are not shown.
     """
@@ -422,7 +422,8 @@ class SecretBlock(Model):
 
 
 def _text_or_block(value: object, _handler: ValidatorFunctionWrapHandler) -> str | SecretBlock:
-    # Choose one type here. If pydantic checked both types, it would report the faults of both.
+    # Decide here whether the value is a Secret block or a text. If pydantic tried both types, it
+    # would report the faults of both.
     if isinstance(value, SecretBlock) or (isinstance(value, Mapping) and "secret" in value):
         return SecretBlock.model_validate(value)
     return _WORD.validate_python(value)
@@ -522,8 +523,8 @@ def _to_fault(error: ErrorDetails) -> Fault:
     context = error.get("ctx", {})
     place = error["loc"]
 
-    # For a faulty key, use `input` of pydantic's error, which is the key. The last part of `loc`
-    # can be wrong: for the key `true`, it is 1.
+    # If a key is faulty, `value` is this key. Use `value`, because `place` can contain another text
+    # for the key: for the key `true`, it contains 1.
     is_key = kind == "invalid_key" or place[-1:] == ("[key]",)
     if is_key:
         parent = place[:-1] if kind == "invalid_key" else place[:-2]

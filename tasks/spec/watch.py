@@ -37,7 +37,8 @@ _STEADY_WITHIN = 0.1
 #: A decline of a metric is treated as noise if it is smaller than this number times the metric's
 #: mean change from step to step.
 _NOISE_FACTOR = 4.0
-#: Smallest number of consecutive lines with a null metric that can raise an alarm.
+#: An alarm about null values is raised only if the metric is null in at least this number of
+#: consecutive lines.
 _MANY_NULLS = 10
 
 
@@ -376,7 +377,8 @@ class _RuleState:
         step_count = 1 if rule.finite else rule.for_steps
         #: Pairs `(step, value)` for the last `for_steps` training steps with a value of the metric.
         self._recent: deque[tuple[float, float]] = deque(maxlen=step_count)
-        #: The last `for_steps` values of the metric in the rule's key `unless_steady`.
+        #: The last `for_steps` values of the other metric, whose name is in the rule's key
+        #: `unless_steady`.
         self._other_recent: deque[float] = deque(maxlen=step_count)
         self._first_value = 0.0
         self._highest_value = 0.0
