@@ -114,7 +114,7 @@ class Pace:
         self._steps = deque[tuple[float, float]]()
 
     def snapshot(self) -> Pace:
-        """Return a copy of this object that does not change if steps are added later."""
+        """Return a copy. Steps that are added to this object later do not appear in the copy."""
         pace = Pace(self._total)
         pace._steps.extend(self._steps)
         return pace
@@ -332,8 +332,8 @@ class ObservedRun:
                 # Texts about the Ray job or the engines remain valid.
                 stays_valid = note.startswith("job ") or (name == FLEET and "engines" in note)
                 new_note = note if stays_valid else row.status
-                # A component that only prepares the run counts as ready after its end. Show it as
-                # ended, not as ready.
+                # For a component that only prepares the run, this event arrives after the component
+                # has ended. The component is then still shown as ended.
                 has_ended = row.stage is Standing.ENDED
                 stage = Standing.ENDED if has_ended else Standing.READY
                 self._change(name, stage=stage, note=note if has_ended else new_note)

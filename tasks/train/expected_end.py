@@ -21,7 +21,8 @@ class ExpectedEnd:
 
     def __init__(self) -> None:
         self._step_count = 0
-        #: The last reported expected end, in UTC epoch seconds. None if there was no report.
+        #: Expected end of the run in the last report, in UTC epoch seconds. None if there was no
+        #: report in the current attempt.
         self._reported: float | None = None
         #: Time of the last report in UTC epoch seconds.
         self._reported_at = 0.0

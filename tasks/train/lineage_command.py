@@ -48,8 +48,8 @@ _PAGE = 100
 #: Largest number of levels in the tree that `muster lineage` prints. The first level is the run
 #: itself. The second level contains the runs that wrote the inputs of this run, and so on.
 _MAX_DEPTH = 10
-#: Largest number of runs that `muster lineage` lists as users of one output. The same limit applies
-#: to the outputs that are listed below each of these runs.
+#: Largest number of runs that `muster lineage` lists as users of one output. Also the largest
+#: number of outputs that it lists for each of these runs.
 _MAX_USERS = 20
 
 
@@ -274,8 +274,8 @@ def _list_inputs_as_json(index: LineageIndex, above: list[str]) -> list[dict[str
 
     Args:
         index: The lineages of all known runs.
-        above: Ids of the runs on the path through the tree. The first is the run that the user
-            asked for, and the last is the run whose inputs are returned.
+        above: Ids of several runs. The first is the run that the user asked for. Each further run
+            wrote an input of the run before it. The inputs of the last run are returned.
     """
     content = []
     for data in index.list_inputs(above[-1]):

@@ -99,7 +99,8 @@ class Reporter:
     def __init__(self, run: RunSession, flow_run: FlowRun) -> None:
         self._run = run
         self._flow_run = flow_run
-        #: Activity of the run that was not sent yet, such as `starting trainer`. Otherwise empty.
+        #: Activity of the run that must still be sent, such as `starting trainer`. Empty if there
+        #: is no activity to send.
         self._pending_activity = ""
         #: Time at which the pending activity will be sent, in CLOCK_MONOTONIC seconds.
         self._activity_due_s = 0.0
@@ -181,8 +182,8 @@ class Reporter:
     def _is_server_lost(self) -> bool:
         """True if the server is temporary and does not answer.
 
-        Waiting for this server is useless: the server ends with the run, so nobody could read the
-        reports.
+        Callers then do not wait until the last reports are sent. The server ends with the run, so
+        nobody could read the reports.
         """
         return self._is_server_away and find_lasting_api_url() is None
 
@@ -260,7 +261,10 @@ class Reporter:
             self._is_closed.wait(_RETRY_EVERY_S)
 
     def _send_page(self) -> None:
-        """Send the artifacts that must be updated now. Stop if another report is queued."""
+        """Send the artifacts that must be updated now.
+
+        As soon as another report is queued, the remaining artifacts are postponed.
+        """
         self._page.send(is_enough=lambda: not self._reports.empty())
 
     def _send_last_page(self) -> None:
@@ -280,7 +284,7 @@ class Reporter:
                 client.update_flow_run(self._flow_run.id, tags=tags)
 
     def _send_expected_end(self, expected_end: float) -> None:
-        """Set the label with the expected end of the run, which the scheduler reads.
+        """Store the expected end of the run in labels of the flow run, for the scheduler.
 
         Args:
             expected_end: Expected end in UTC epoch seconds.
@@ -295,8 +299,8 @@ class Reporter:
 
     def _note_activity(self, activity: str, event_name: str) -> None:
         """Log the activity of the run, and queue it as a message for the flow run's state."""
-        # The states of many inference servers change at nearly the same time. Skip a message about
-        # an activity that is no longer current.
+        # Many inference servers change their states at nearly the same time, and each change is a
+        # new activity of the run. Report only the current activity.
         if event_name == "rollout.group.state" and activity != self._page.activity:
             return
         self._log(self._run.mask(activity))
@@ -305,7 +309,10 @@ class Reporter:
         self._pending_activity = activity
 
     def _send_activity(self) -> None:
-        """Set the activity of the run as the message of the flow run's state Running."""
+        """Send the pending activity of the run to the server.
+
+        The activity becomes the message of the flow run's state, if the state is Running.
+        """
         message = self._run.mask(self._pending_activity)
         self._pending_activity = ""
         set_running_message(self._flow_run.id, message, self._is_closed)
@@ -357,7 +364,8 @@ class Reporter:
 
         Args:
             recovery_id: Id of the recovery.
-            make_state: Function that returns the final state for a `message`, such as `Completed`.
+            make_state: Function that makes the final state from its parameter `message`. An example
+                is Prefect's `Completed`.
             outcome: First words of the state's message, such as `recovered`.
             details: Last words of the state's message.
         """

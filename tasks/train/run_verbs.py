@@ -133,7 +133,7 @@ def ls(
 def show(
     run: RunName = "latest", other: str = "", /, *, diff: bool = False, json: AsJson = False
 ) -> None:
-    """Show a run: its present activity or the cause of its failure, its components and attempts.
+    """Show a run: components, attempts, and the present activity or the cause of the failure.
 
     Exit: 0 shown; 2 there is no such run.
 
@@ -262,8 +262,8 @@ def why(run: RunName = "latest", /, *, pool: Pool = "gang", json: AsJson = False
         for sentence in time_use.sentences():
             print(sentence)
     else:
-        # The use of time is computed from files of the run. If these files are on another host,
-        # read the Prefect artifact in which that host has stored the result.
+        # `time_use` is computed from files of the run. If these files are on another host, print
+        # the Prefect artifact in which that host has stored the same information.
         print_markdown(read_artifacts(found_run, TIME))
     return exit_code
 
@@ -293,8 +293,8 @@ def cancel(run: RunName, /, *, now: bool = False, json: AsJson = False) -> None:
 
 
 def checkpoints(run: RunName = "latest", /, *, json: AsJson = False) -> None:
-    """List the checkpoints of a run, the newest first: step, size, age, and whether each is
-    complete, which attempt saved it, and why it is kept.
+    """List the checkpoints of a run, the newest first. For each checkpoint, show its step, size and
+    age, whether it is complete, the attempt that saved it, and the reason why it is kept.
 
     Exit: 0 listed, even if there is no checkpoint yet; 2 there is no such run, or this machine
     cannot list its checkpoints.

@@ -25,7 +25,7 @@ _ASK_STEP_EVERY_S = 5.0
 _RECORD_WITHIN_S = 10.0
 #: Seconds between two reads of the record of a run.
 _READ_EVERY_S = 0.2
-#: Approximate number of lines with a training step that are printed for a run on another host.
+#: The training step of a run on another host is printed about this number of times per run.
 _STEP_LINES = 20
 
 
