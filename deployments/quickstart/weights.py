@@ -33,7 +33,8 @@ class Weights:
         """Read weights from the content of an .npz file.
 
         Raises:
-            BadWeights: The content is not valid weights of this policy.
+            BadWeights: The content is not an .npz file, an array is missing, or an array has a
+                wrong shape or contains NaN or infinity.
         """
         try:
             with np.load(io.BytesIO(content), allow_pickle=False) as arrays:

@@ -31,7 +31,7 @@ class Fleet:
     def cpus(self) -> int:
         """Number of logical CPUs of each node.
 
-        The number is larger than the number of CPUs that verl requests, which is at most 3 per GPU.
+        A node has at least 4 CPUs per GPU, because verl requests up to 3 CPUs per GPU.
         """
         return max(24, 4 * self.gpus)
 

@@ -76,8 +76,8 @@ def find_reason_to_stop(
 ) -> str:
     """Return the reason for stopping an active run of a parameter sweep early, or "".
 
-    The best metric value of the run is compared with the values of the other runs, at the last
-    training step that this run and at least three other runs have reached.
+    The best metric value that the run has reported until now is compared with the values of the
+    other runs at one training step. This run and at least three other runs have reached that step.
 
     For the rule `median`, runs that have ended keep their last value at all later steps. Otherwise,
     the median would no longer contain the bad values of stopped runs. The median would become

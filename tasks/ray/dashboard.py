@@ -153,7 +153,9 @@ class Credentials:
 
     @staticmethod
     def own(address: str) -> Credentials:
-        """Return the credentials for a Ray cluster that the run of this process uses.
+        """Return the credentials for a Ray cluster to which this process may send Ray's token.
+
+        The settings need not list the cluster.
 
         Args:
             address: URL of the cluster's dashboard.
@@ -415,9 +417,10 @@ class Dashboard:
         """Return the mean GPU utilisation of each node in Ray's last sample.
 
         Args:
-            gpus_by_node: Mapping from node name to the number of GPUs to include. The busiest GPUs
-                of a node are included, because Ray does not report which GPUs a job has. If the
-                mapping is empty, all GPUs of all nodes are included.
+            gpus_by_node: Mapping from node name to the number of GPUs that a run uses on the node.
+                Ray does not report which GPUs these are. So the mean is taken over this number of
+                GPUs with the highest utilisation. If the mapping is empty, the mean is taken over
+                all GPUs of each node.
 
         Returns:
             Mapping from node name to utilisation, from 0 to 1. A node is missing if its utilisation
@@ -631,7 +634,7 @@ def _parse_object(response: httpx.Response) -> dict[str, Any]:
 
     Raises:
         Denied: The cluster refuses the request, or the body is no JSON object.
-        NoAnswer: A later request may succeed.
+        NoAnswer: The response has an error status that may be temporary, such as 503.
     """
     with contextlib.suppress(ValueError):
         _check_status(response)

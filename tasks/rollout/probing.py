@@ -124,10 +124,10 @@ class HttpProber:
         return problem
 
     async def call(self, url: str, ask: Ask, timeout_s: float) -> Reply:
-        """Send a request and return the answer with any status.
+        """Send a request and return the answer, even if its status is an error.
 
-        If the request cannot be sent because this machine lacks resources, such as open files, the
-        method tries again until the timeout.
+        If the request cannot be sent because this machine lacks resources, such as file
+        descriptors, the method tries again until the timeout.
 
         Args:
             url: `http://host:port` of the server.
@@ -226,7 +226,7 @@ class StartFailed(Exception):
 
 
 class NoRoomToStart(StartFailed):
-    """A server could not be started because this machine lacked resources such as open files.
+    """A server could not be started: this machine lacked resources, such as file descriptors.
 
     The same start may succeed later.
     """

@@ -39,8 +39,7 @@ from tasks.spec.ownership import refuse_foreign_settings
 #: infeasible stage.
 _INFEASIBLE = re.compile(r"(stage [\w-]+: )?INFEASIBLE:")
 
-#: Exit codes of the commands that run a flow, for each result of the flow. An interrupted command
-#: first ends its processes.
+#: Exit codes of the commands that run a flow, for each result of the flow.
 EXIT_COMPLETED, EXIT_FAILED, EXIT_INVALID, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
 #: Value of `result_storage` for a flow that stores no results. Without a value, Prefect requests

@@ -52,10 +52,10 @@ def main() -> None:
 
 
 def serialize_writes() -> None:
-    """Make each SQLite transaction of Prefect take the write lock at its start.
+    """Make each SQLite transaction of Prefect acquire the asyncio lock in `_write_locks` first.
 
-    This write lock is granted in the order of the requests. SQLite's own lock has no order: waiting
-    transactions poll for SQLite's lock, and some may never get it.
+    The asyncio lock is granted in the order of the requests. SQLite also has a lock for writes, but
+    that lock has no order: waiting transactions poll for it, and some may never get it.
     """
     begin = AioSqliteConfiguration.begin_transaction
 

@@ -15,11 +15,12 @@ from typing import Any
 import httpx
 from websockets.asyncio.client import ClientConnection
 
-#: Matches the escape `\u0000`, which stands for a NUL in JSON text, after an even number of
-#: backslashes. After an odd number of backslashes, the characters `\u0000` do not stand for a NUL.
+#: Matches the characters `\u0000` together with all backslashes before them, if there is an even
+#: number of these backslashes. Then `\u0000` is the JSON escape of NUL. After an odd number of
+#: backslashes, `\u0000` does not stand for a NUL.
 _NUL_IN_JSON = re.compile(rb"(?<!\\)((?:\\\\)*)\\u0000")
-#: Text that replaces a match of `_NUL_IN_JSON`. The text keeps the backslashes before the NUL, and
-#: contains the escape of U+FFFD (the replacement character) instead of the NUL.
+#: Text that replaces a match of `_NUL_IN_JSON`: the backslashes of group 1 of the match, then the
+#: JSON escape `\ufffd` of U+FFFD (the replacement character).
 _REPLACEMENT = rb"\1\\ufffd"
 
 
