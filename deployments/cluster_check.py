@@ -39,8 +39,9 @@ EXIT_HOLDS = 0
 EXIT_LEAKS = 1
 #: Exit status if the cluster cannot be queried or the arguments are wrong.
 EXIT_INVALID = 2
-#: Seconds from the end of an actor until its living child processes count as leaked. Ray's
-#: deprecated subreaper needs 13 s to end a grandchild, so the value is larger.
+#: Seconds from the end of an actor until its running descendants count as leaked. Ray's deprecated
+#: subreaper ends some descendants only after 13 s. These descendants are not leaked, so the value
+#: is larger than 13 s.
 _LEAKED_AFTER_S = 20.0
 #: Longest time, in seconds, that the Ray job for the test of exit codes may take.
 _JOB_WITHIN_S = 120.0
@@ -162,11 +163,13 @@ def _describe_ending(ending: ShapeEnding) -> str:
 
 
 def _describe_code(code: int) -> str:
-    """Return a text about one test of exit codes, such as `seen as 7`.
+    """Return a text about the result of the test of exit codes, such as `seen as 7`.
+
+    In this test, a parent process starts a child process that exits with code 7.
 
     Args:
-        code: Exit code of a child process, as the parent process saw it. The child ended with code
-            7. If the parent process ignores SIGCHLD, it sees another code.
+        code: Exit code that the parent process saw. The parent process sees another code than 7 if
+            it ignores SIGCHLD.
     """
     return f"seen as {code}" + (
         "" if code == _EXIT_CODE else " instead of 7, because SIGCHLD is ignored"

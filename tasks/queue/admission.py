@@ -101,7 +101,7 @@ def wait_for_gang(
 
 
 def _explain_failed_pass(error: httpx.HTTPError | PrefectException | LeaseLost) -> str:
-    """Return the message for a waiting run if a scheduling pass failed and will be repeated."""
+    """Return a text that explains why a run waits after a scheduling pass has failed."""
     match error:
         case httpx.TransportError():
             return f"waits for the Prefect server, which does not answer: {error!r}"
@@ -213,9 +213,9 @@ class _Admission:
     async def _return_to_queue(self, client: PrefectClient, flow_run: FlowRun) -> None:
         """Change the state of the flow run from Running back to PendingResources.
 
-        The flow run can become Running while it waits: if a user changes its state by hand, another
-        thread of this process sets Running. But a flow run in the state Running is not in the queue
-        and would get no GPUs.
+        A flow run in the state Running is not in the queue and would get no GPUs. The state of a
+        waiting flow run becomes Running in this case: a user sets another state by hand, such as
+        Scheduled, and another thread of this process replaces that state with Running.
         """
         state = grants.state_of(flow_run)
         if state.is_running() and state.name != PENDING_RESOURCES:

@@ -133,8 +133,8 @@ def _count_held_gpus(
 ) -> dict[str, int]:
     """Return a mapping from node name to the number of GPUs that a run holds on the node.
 
-    A run holds the GPUs that it uses. If the run uses fewer GPUs than it needs, it also holds its
-    granted GPUs.
+    If the run uses all the GPUs that it needs, the numbers are those of the used GPUs. Otherwise,
+    the result for each node is the larger of two numbers: the used GPUs and the granted GPUs.
 
     Args:
         demand: GPUs and CPUs that the run needs.
@@ -325,7 +325,7 @@ class SchedulingPass:
         return len(self.queue) - not_startable
 
     def list_missing_nodes(self, machine: ClusterNode | None = None) -> list[ClusterNode]:
-        """Return the nodes with GPUs in use that are missing in the field `nodes`.
+        """Return the nodes that are missing in the field `nodes`, although their GPUs are in use.
 
         Examples are the nodes of a Ray cluster that does not answer, and the nodes of a work pool
         that was deleted.
@@ -440,10 +440,10 @@ class SchedulingPass:
         return self
 
     def _skip_overlapping_runs(self, active_runs: Counter[Limited]) -> None:
-        """Find the runs that are skipped because their deployment allows no waiting runs.
+        """Find the runs to skip in deployments that cancel new runs above their concurrency limit.
 
-        In these deployments, the concurrency limit applies to active and waiting runs together.
-        Runs above the limit are added to `skipped`, except runs that have already had a process.
+        Both active runs and waiting runs count towards this limit. Runs above the limit are added
+        to `skipped`, except runs that have already had a process.
 
         Args:
             active_runs: Number of active runs of each work pool, queue and deployment.
@@ -480,7 +480,9 @@ class SchedulingPass:
         *,
         except_on: str | None = None,
     ) -> dict[str, int]:
-        """Return how many GPUs the runs with each tag hold or get in this scheduling pass.
+        """Return a mapping from each tag to the number of GPUs of the runs with this tag.
+
+        The number includes the GPUs that runs hold, and the GPUs that the runs in `starts` get.
 
         Args:
             tags: The tags.

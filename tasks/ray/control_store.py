@@ -93,7 +93,8 @@ async def list_living_nodes(gcs_address: str) -> list[Any]:
 async def read_drain_deadlines(gcs_address: str) -> dict[str, float]:
     """Return the times at which the cluster will end the nodes that are being drained.
 
-    `ray drain-node` and the autoscaler of the cluster drain nodes, for example before a preemption.
+    Nodes are drained by `ray drain-node` or by the cluster's autoscaler, for example before a
+    preemption.
 
     Args:
         gcs_address: `HOST:PORT` of the control store.

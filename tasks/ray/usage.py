@@ -34,9 +34,9 @@ from tasks.ray.control_store import (
 )
 from tasks.ray.dashboard import ACCELERATORS, Credentials, Dashboard, NoAnswer
 
-#: Pattern for the name of a resource that belongs to one bundle of a placement group. The groups of
-#: the pattern are the base resource, the index of the bundle, and the id of the placement group. A
-#: name without an index stands for all bundles together and does not match.
+#: Matches the name of a resource that belongs to one bundle of a placement group. The pattern
+#: captures the base resource, the index of the bundle, and the id of the placement group. A name
+#: without an index stands for all bundles together and does not match.
 _BUNDLE_RESOURCE = re.compile(rf"({'|'.join(ACCELERATORS)}|CPU)_group_(\d+)_([0-9a-f]{{36}})")
 #: Id of a job that Muster has submitted: `<run id>--aNN`, optionally with `-<component>`. The first
 #: group of the pattern is the run id. See `tasks.ray.submission.submission_id`.
@@ -106,8 +106,8 @@ class ClusterNode:
     cpus: float | None = None
     #: Number of GPUs in use by programs that are not Muster's runs.
     others_gpus: float = 0.0
-    #: Number of CPUs that the queue cannot grant, because the CPUs belong to other programs, or to
-    #: those actors and bundles of Muster's runs that have no GPU.
+    #: Number of CPUs that the queue cannot grant: the CPUs of other programs, plus the CPUs of
+    #: actors and bundles that belong to Muster's runs but have no GPU.
     others_cpus: float = 0.0
     #: Total amounts of the node's other Ray resources, such as `{"worker_node": 100}`.
     resources: Mapping[str, float] = field(default_factory=dict)
@@ -123,9 +123,9 @@ class ClusterNode:
     #: True if Muster's queue must not grant GPUs on the node. Either Ray is about to remove the
     #: node, or an operator has drained the node.
     is_drained: bool = False
-    #: True if Muster knows the node only because programs hold GPUs on the node. `gpus` is the
-    #: number of these GPUs. No readable Ray cluster contains the node, and no work pool lists the
-    #: node.
+    #: True if no readable Ray cluster contains the node and no work pool lists the node. In this
+    #: case, Muster knows the node only from the programs that hold GPUs of the node, and `gpus` is
+    #: the number of these GPUs.
     is_missing: bool = False
     #: Name that Muster's queue uses for the node's cluster.
     cluster: str = ""
@@ -208,7 +208,7 @@ def compute_usage(
 
     Args:
         nodes: The living nodes.
-        actors: The placed actors outside placement groups.
+        actors: The actors that have a node, except actors in placement groups.
         submissions: Mapping from Ray job id to submission id. The entry is missing or empty if the
             Ray job was not submitted through the dashboard.
     """
@@ -254,7 +254,8 @@ def _list_uses(
     """
     for actor in actors:
         # The dashboard starts a supervisor actor for each submitted job. This actor belongs to the
-        # dashboard's own Ray job. So read the submission id from the name of the actor.
+        # dashboard's own Ray job and not to the submitted job. So take the submission id from the
+        # name of the actor, not from the actor's Ray job.
         supervised_id = ""
         if actor.name.startswith(_SUPERVISOR):
             supervised_id = actor.name.removeprefix(_SUPERVISOR)
@@ -376,8 +377,8 @@ class ClusterReader:
         Args:
             bundles: For each bundle, a mapping from resource name to amount. An empty list
                 withdraws the previous request.
-            within_s: Deadline in seconds of each of two requests: one for each version of Ray's
-                autoscaler.
+            within_s: Time limit of a request in seconds. Two requests are sent, one for each
+                version of Ray's autoscaler.
 
         Raises:
             NoAnswer, Denied: The control store did not answer.
@@ -414,8 +415,8 @@ class ClusterReader:
         try:
             return await asyncio.to_thread(store.read, within_s)
         except BaseException:
-            # After a timeout, the thread still waits for replies. To end the thread, close the
-            # channel.
+            # If the caller's timeout has cancelled this coroutine, `store.read` still waits for
+            # replies in its thread. Close the channel to end this wait.
             self._close_store()
             raise
 
@@ -470,7 +471,7 @@ class _ControlStore:
             request_nodes(self._channel, bundles, within_s)
 
     def _request_reports(self, within_s: float) -> tuple[list[NodeReport], list[ActorReport]]:
-        """Request reports on all nodes, and on the actors that hold GPUs, from the control store.
+        """Ask the control store for reports on all nodes and on the actors that hold GPUs.
 
         An actor is left out if it has no node yet, or if it belongs to a placement group.
         """
@@ -540,7 +541,10 @@ class _ControlStore:
         return reports
 
     def _request_submissions(self, job_ids: Iterable[str], within_s: float) -> None:
-        """Request and cache the submission ids of Ray jobs that are not in the cache."""
+        """Request and cache the submission ids of Ray jobs.
+
+        Jobs whose submission id is already in the cache are skipped.
+        """
         replies = {
             job_id: self._jobs(
                 within_s,
