@@ -50,9 +50,11 @@ class HostLimit:
     unit: str
     used: int
     limit: int
-    #: Process that uses most of the limit, such as `pid 812 (python) has 40`. Empty if unknown.
+    #: Text about the process with the most threads, such as `pid 812 (python) has 40`. Empty if
+    #: unknown.
     largest_user: str = ""
-    #: Number of times that the kernel has refused a process because of the limit; 0 if unknown.
+    #: Number of times that the kernel has refused to start a process or thread because of the
+    #: limit; 0 if unknown.
     refusals: int = 0
 
     @property
@@ -68,9 +70,10 @@ class HostLimit:
 
 
 def measure_process_limits() -> tuple[HostLimit, ...]:
-    """Return the limits of processes and threads for this process, with their current use.
+    """Return the limits that restrict how many processes and threads this process can start.
 
-    The use is incomplete if this process has no free file descriptor to read /proc.
+    Each `HostLimit` contains the number in use now. The result is incomplete if this process has no
+    free file descriptor to read /proc.
     """
     threads_by_pid: dict[int, int] = {}
     with suppress(OSError):
@@ -137,9 +140,9 @@ def _measure_files_of(pid: int) -> HostLimit:
 
 
 def _describe_own_files() -> str:
-    """Return a text about the limit of open files of this process, which has reached the limit.
+    """Return a message that this process has reached its limit of open files.
 
-    The open files are not counted, because that needs a free file descriptor.
+    The open files are not counted, because counting needs a free file descriptor.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
@@ -219,8 +222,8 @@ def name_reached_limit(failure: Failure, limits_at_exit: Sequence[HostLimit] = (
     if not description:
         return failure
     message = failure.message
-    # The rule `spawn` means that a component could not be started. The message then already names
-    # the limit of this machine that was reached.
+    # The rule `spawn` means that a component could not be started. The message of such a failure
+    # already names the reached limit.
     if failure.rule != "spawn":
         message = f"{message}; {description}"
     return failure.with_changes(rule=rule, message=message, hint=failure.hint or hint)

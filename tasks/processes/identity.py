@@ -58,7 +58,7 @@ class ProcessId(BaseModel):
         return ProcessId(pid=pid, start_ticks=tree.start_ticks(pid), boot_id=boot_id())
 
     def is_alive(self) -> bool:
-        """Return True if this process still runs on this machine.
+        """Return True if the identified process still runs on this machine.
 
         Another process with the same pid does not count.
         """
@@ -70,10 +70,10 @@ class ProcessId(BaseModel):
         )
 
     def send(self, signum: int) -> bool:
-        """Send a signal to this process, but not to another process that has got the same pid.
+        """Send a signal to the identified process, but not to a later process with the same pid.
 
         Returns:
-            True if the signal was sent. False if this process has ended.
+            True if the signal was sent. False if the identified process has ended.
         """
         return tree.signal_if(self.pid, signum, self.is_alive)
 

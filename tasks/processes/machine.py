@@ -155,7 +155,7 @@ def gather_facts(shared: str, folder: str, name: str, ray_dir: str) -> dict[str,
     Args:
         shared: Directory that should be shared by all nodes.
         folder: Folder in `shared` for the test files. The caller has created it.
-        name: Name and content of this node's test file.
+        name: Name of this node's test file. The same text is written into the file.
         ray_dir: Ray's session directory on this node.
 
     Returns:

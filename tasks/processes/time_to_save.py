@@ -34,8 +34,8 @@ T = TypeVar("T")
 _CHECK_WITHIN_S = 2.0
 #: Seconds between two checks whether a component is writing a checkpoint.
 _CHECK_EVERY_S = 0.2
-#: If a check finds that a component is not writing a checkpoint, the component may be stopped
-#: without a second check during this number of seconds.
+#: If a check finds that a component is not writing a checkpoint, this result is valid for this
+#: number of seconds. During this time, the component may be stopped without another check.
 _CHECK_AGAIN_AFTER_S = 0.1
 #: Seconds between two searches for processes that have not got the warning signal. A process may
 #: install its handler after the warning is due, for example because it still loads its model.
@@ -187,10 +187,11 @@ class TimeToSave:
         return warned is not None
 
     async def until_saved(self, component: RunningComponent) -> None:
-        """Wait until a component has saved its checkpoint, or its time to save is over.
+        """Wait until a component has saved its checkpoint, or until the time for saving is over.
 
         The waits for one component together take at most `stop.save_grace_s` seconds. Return at
-        once if a check a moment ago found that the component was not writing a checkpoint.
+        once if this method found, less than `_CHECK_AGAIN_AFTER_S` seconds ago, that the component
+        was not writing a checkpoint.
         """
         since = self.monotonic()
         if since - self._not_saving_s.get(component.name, -math.inf) < _CHECK_AGAIN_AFTER_S:

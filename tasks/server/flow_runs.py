@@ -184,9 +184,10 @@ def _describe_proxy_failure(api_url: str, proxy: Proxy, error: Exception, why: s
 
 
 class ServerConnection:
-    """A client of one Prefect server, even if this process uses another server.
+    """A client of the Prefect server at a given address.
 
-    The client stays open between requests, because a new client takes about 50 ms of CPU time.
+    Flows in this process may use another server. The client stays open between requests, because a
+    new client takes about 50 ms of CPU time.
     """
 
     def __init__(self, api_url: str) -> None:
@@ -424,8 +425,8 @@ def read_server_time(client: SyncPrefectClient) -> datetime | None:
 class Host:
     """Facts about a host that are needed to find its lost flow runs.
 
-    The host is this machine. But if `is_lost` is True, the host is another machine, which is
-    permanently lost.
+    If `is_lost` is False, the host is this machine. If `is_lost` is True, the host is another
+    machine, which is permanently lost.
     """
 
     #: Name of the host, which is also the name of its worker.
@@ -456,13 +457,12 @@ class Host:
         hidden = self.processes.hidden.items()
         suspects = {pid for pid, line in hidden if any(part in line for part in _ENGINES)}
         pid = run.infrastructure_pid or ""
-        # The flow runs of the processes in `suspects` are unknown. If the server has recorded a pid
-        # for this flow run, only the process with this pid can belong to the flow run. Otherwise,
-        # any process in `suspects` may belong to the flow run.
+        # Each process in `suspects` may belong to any flow run. But if the server has recorded a
+        # pid for `run`, only the process with this pid can belong to `run`.
         return bool(suspects) and (not pid.isdecimal() or int(pid) in suspects)
 
     def has_been_given(self, run: FlowRun) -> bool:
-        """Return True if the flow run was assigned to this host according to the server."""
+        """Return True if the tags, labels or deployment of a flow run assign it to this host."""
         if _process_of(run, self.name) is not None or run.deployment_id in self.upkeep_deployments:
             return True
         return _is_local(run) and self.name == run.labels.get(_WORKER_LABEL)
@@ -615,8 +615,8 @@ def cancel(
         flow_run_id, Cancelling(message=message), force=is_forced
     )
     if answer.status is SetStateStatus.REJECT and answer.state and answer.state.is_cancelled():
-        # The flow run has no process, so the server has set Cancelled instead of Cancelling,
-        # without the message. Set Cancelled again with the message.
+        # The flow run has no process, so the server has set Cancelled instead of Cancelling. The
+        # new state lacks the text `message`. Set Cancelled again with this text.
         client.set_flow_run_state(flow_run_id, Cancelled(message=message), force=True)
         return
     state = read_state(client, str(flow_run_id)) if is_now else None
@@ -634,8 +634,8 @@ def propose_state(
 ) -> bool:
     """Set the state of a flow run, unless its state has changed. Return True on success.
 
-    After the state Cancelling, the server's rules allow only the state Cancelled. Any other new
-    state is then forced.
+    If the flow run is in the state Cancelling, the server's rules allow only Cancelled as the new
+    state. This function forces the change to any other new state.
 
     Args:
         client: client of the Prefect server.
@@ -724,7 +724,7 @@ def has_lost_process(run: FlowRun) -> bool:
 
 
 def _process_of(run: FlowRun, host: str) -> ProcessId | None:
-    """Return the process that a flow run's tag names; None if no tag names a process of `host`."""
+    """Return the process of `host` that is named in a tag of a flow run, or None."""
     for tag in run.tags:
         name, _, numbers = tag.removeprefix(_PROCESS_TAG).partition(":")
         pid, _, ticks = numbers.partition(":")
@@ -734,11 +734,11 @@ def _process_of(run: FlowRun, host: str) -> ProcessId | None:
 
 
 def _is_unlabelled(run: FlowRun, age: timedelta) -> bool:
-    """Return True if a flow run of Muster's pools has had no worker for some time.
+    """Return True if a flow run of Muster's pools still has no worker label after some time.
 
-    There are two possible causes: the worker was killed before setting its label, or a user has set
-    the state of a waiting flow run by hand. In both cases, any host may schedule the flow run
-    again.
+    A worker adds this label to each flow run that it takes. The label is missing in two cases: the
+    worker was killed before it added the label, or a user has set the state of a waiting flow run
+    by hand. In both cases, any host may schedule the flow run again.
 
     Args:
         run: the flow run.
