@@ -10,9 +10,9 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-#: Name of the file that contains the note. The file is in the directory of the run.
+#: Name of the file with the reason why a run is cancelled. The file is in the run's directory.
 _FILE = "cancelled.txt"
-#: Largest number of characters that are read from the note.
+#: Largest number of characters that are read from this file.
 _READ_AT_MOST = 1000
 
 

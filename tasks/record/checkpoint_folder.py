@@ -79,8 +79,8 @@ _STATE_SUFFIXES = frozenset(
     {".pt", ".pth", ".bin", ".ckpt", ".npz", ".npy", ".safetensors", ".pkl", ".pickle", ".tar"}
     | {".zip", ".h5", ".hdf5", ".keras", ".msgpack", ".nemo", ".distcp", ".model", ".state"}
 )
-#: Suffixes of files that inference programs load, too. A folder that contains only such files may
-#: be an exported language model, from which a training cannot resume.
+#: Suffixes that files of checkpoints and files of exported models can have. A folder that contains
+#: only such files may be an exported language model, from which a training cannot resume.
 _EXPORT_SUFFIXES = frozenset({".safetensors", ".bin", ".model", ".zip", ".nemo", ".keras"})
 #: Suffixes of files, such as JSON files, that may be the whole checkpoint of a small training.
 _PLAIN_SUFFIXES = _STATE_SUFFIXES | {".json", ".txt"}
@@ -93,8 +93,9 @@ _SMALLEST_SHARE = 0.5
 _RESULT_FILE = re.compile(r"eval|result|metric|sample|best|score|all_", re.IGNORECASE)
 #: Matches names of files that are written once per rank.
 _RANKED_FILE = re.compile(r"rank|rng_state|random_states")
-#: Matches names of files with a part of the training's state that an exported model does not have,
-#: such as the optimizer. Names of models, such as `state_dict` and `opt-125m`, do not match.
+#: Matches names of files that contain the state of a training, such as the state of the optimizer.
+#: An exported model has no such files. Names of models, such as `state_dict` and `opt-125m`, do not
+#: match.
 _TRAINING_FILE = re.compile(
     r"(?<![a-z])(?:optim(?:i[sz]ers?)?|(?:lr[-_]?)?sched(?:ulers?)?|rng|opt|(?:train(?:er|ing)?)?state)"
     r"(?![a-z]|[-_.]?dict|-\d)",
@@ -380,10 +381,11 @@ def _has_training_files(content: Content) -> bool:
 
 
 def _keep_one_series(candidates: list[_Candidate]) -> list[_Candidate]:
-    """If the numbered names form several series, leave out candidates with `is_series_only`.
+    """Leave out unproven candidates if the numbered names form several series.
 
-    Files or folders whose names differ only in a number, such as `actor-5` and `actor-10`, form a
-    series. It is unclear whether `actor-5` or `critic-5` in the same folder is the checkpoint.
+    Names that differ only in a number, such as `actor-5` and `actor-10`, form a series. If the
+    folder also contains `critic-5`, it is unclear which series consists of checkpoints. So leave
+    out candidates if only a series suggests that they are checkpoints (`is_series_only`).
     """
     series = {drop_numbers(one.name) for one in candidates if one.kind is NameKind.NUMBERED}
     if len(series) <= 1:
@@ -402,7 +404,10 @@ def _is_flat(content: Content) -> bool:
 
 
 def _list_others(paths: Iterable[CheckpointPath]) -> Iterator[tuple[CheckpointPath, str]]:
-    """Yield each path whose name shows that the file or folder is no checkpoint, and the reason."""
+    """Yield the files and folders whose names show that they are no checkpoints.
+
+    Each path is yielded together with an explanation.
+    """
     for path in paths:
         if read_step(path.name) is None or classify_name(path.name) is not NameKind.OTHER:
             continue

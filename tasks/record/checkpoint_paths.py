@@ -282,8 +282,8 @@ def remove_path(path: CheckpointPath, is_needed: Callable[[], bool] = lambda: Fa
     """Delete a checkpoint in such a way that no program can load a partly deleted checkpoint.
 
     - On a local file system, the checkpoint is renamed first.
-    - In an object store, a small file first lists the files to delete. `CheckpointStore` hides the
-      listed files.
+    - In an object store, a list of the checkpoint's files is written to a small file before the
+      files are deleted. `CheckpointStore` hides the listed files.
 
     Args:
         path: The file or folder of the checkpoint.
@@ -301,7 +301,8 @@ def remove_path(path: CheckpointPath, is_needed: Callable[[], bool] = lambda: Fa
         open_store(path.protocol, path.parent.key).remove(path.key, is_needed)
         return
     # A process that was killed while it deleted a checkpoint may have left the renamed checkpoint.
-    # Delete such leftovers first, because the `rename` below may fail if its new name exists.
+    # Delete such leftovers first. Otherwise, the `rename` below may fail, because a leftover may
+    # already have the path `renamed`.
     _finish_removals(local_path.parent)
     renamed = local_path.with_name(f".{local_path.name}{REMOVAL_SUFFIX}")
     local_path.rename(renamed)

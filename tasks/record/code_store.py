@@ -71,7 +71,7 @@ class NoCode(MusterError):
 class Code:
     """Snapshot of a project in the code store: its files and its last git commit."""
 
-    #: Name of the entry in the code store that contains the project's files as a tar archive.
+    #: Name of the code store's entry for the project's files. The entry is a tar archive.
     tree: str
     #: Absolute path of the project folder.
     project: str
@@ -267,7 +267,7 @@ def read_files(tree: str) -> dict[str, tuple[int, bytes]]:
 
 
 def find_absolute_links(place: Path) -> list[str]:
-    """Return the relative paths of the symbolic links in a folder that have an absolute target."""
+    """Find symbolic links with absolute targets in a folder, and return their relative paths."""
     links = (path for path in place.rglob("*") if path.is_symlink())
     return [str(link.relative_to(place)) for link in links if os.readlink(link).startswith("/")]
 
@@ -526,7 +526,8 @@ def _listed(root: Path) -> tuple[set[str], set[str]]:
     if (repository := find_repository(root)) is not None:
         with git_view(root, repository) as git:
             # git lists no files if the repository of a parent folder ignores the whole project
-            # folder. In this case, list the files as if there were no repository.
+            # folder. In this case, skip this branch, and list the files below without the
+            # repository.
             if git.list("-c", "-o", "--directory", "--", "."):
                 names, ignored = git.list("-c", "-o"), git.list("-o", "-i", "--directory")
                 return _without_slash(names), _without_slash(ignored)
@@ -608,7 +609,7 @@ def _path_in(folders: dict[str, str], name: str) -> str:
 
 
 def _write(path: str, data: bytes, mode: int) -> None:
-    """Write a project file, unless the same file is at the path already."""
+    """Write a project file, unless the path already has a file with this content and mode."""
     with suppress(FileNotFoundError):
         if _is_same_file(path, data, mode):
             return

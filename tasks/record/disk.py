@@ -177,8 +177,8 @@ class DiskThread:
     def describe_unwritten_files(self) -> str:
         """Return a text that lists each file that could not be written, with the reason.
 
-        The text is empty if all files were written. If no write of a file has failed yet, the
-        reason is that the disk does not respond.
+        The text is empty if all files were written. If the write of a file is pending and has not
+        failed yet, the reason is that the disk does not respond.
         """
         with self._changed:
             reasons = dict.fromkeys(

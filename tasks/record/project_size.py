@@ -19,8 +19,8 @@ from tasks.record.repository import GitView, find_repository, git_view
 
 #: Number of folders whose files are passed to git in one call. git then finds the ignored files.
 _FOLDERS_AT_ONCE = 200
-#: A folder that contains fewer files and folders than this number is small. For a small folder,
-#: `count_until` returns None, because git can list the files quickly.
+#: A folder that contains fewer files and folders than this number is small. git lists the files of
+#: a small folder quickly, so `count_until` need not measure the folder and returns None.
 _SMALL_PROJECT = 5_000
 
 
@@ -98,8 +98,8 @@ def _read_folder(
 ) -> tuple[dict[str, int], list[str]]:
     """Return the sizes of the files in a folder, and the paths of its subfolders.
 
-    The sizes are a mapping from relative paths. The result is empty if the folder cannot be read,
-    or if it is a nested repository.
+    The sizes are a mapping from the relative path of each file to its size in bytes. Both parts of
+    the result are empty if the folder cannot be read, or if it is a nested repository.
 
     Args:
         root: Folder at which relative paths start.

@@ -129,7 +129,7 @@ class RankFailure:
     #: if the process is the rank itself.
     child: str = ""
     #: Index of the process, from 0, among all processes with the same parent and the same program.
-    #: If `child` is set, this is the index of the rank's own process instead. None if unknown.
+    #: For a child process of a rank, this is the index of the rank's process. None if unknown.
     number: int | None = None
     #: Number of the rank. None if the launcher does not report a rank.
     rank: int | None = None
@@ -216,10 +216,11 @@ def _find_named_process(text: str) -> RankFailure | None:
 
 
 def name_processes_of_spawn(text: str, failure: RankFailure) -> RankFailure:
-    """Return the failure with the name `process N` if `torch.multiprocessing.spawn` was used.
+    """Return a copy of a failure in which the failed process is named `process N`.
 
-    N is the number of the process, from 0. The failure is returned unchanged if the log contains no
-    message of `torch.multiprocessing.spawn`, or if the process already has the name of a rank.
+    N is the number of the process, from 0. The failure is returned unchanged if N is unknown, if
+    the log contains no message of `torch.multiprocessing.spawn`, or if the process already has the
+    name of a rank.
     """
     is_named = failure.number is None or failure.rank is not None
     if is_named or not _TORCH_SPAWN.search(text):
@@ -265,9 +266,8 @@ def find_killed_loader(text: str, failure: RankFailure | None) -> RankFailure | 
         return loader
     is_rank = failure.exit_code in (None, _EXCEPTION_EXIT_CODE)
     if failure.pid != loader.pid and not is_rank:
-        # If the killed worker is the cause, the process that failed first is the worker itself, or
-        # the rank that started the worker. This rank then ends with an exception. Here, the process
-        # that failed first is not the worker, and did not end with an exception.
+        # The killed worker can be the cause only in two cases: the worker itself failed first, or
+        # the rank that started the worker ended first, with an exception. Neither is the case here.
         return None
     if "`" in failure.name:
         return loader
@@ -327,9 +327,10 @@ def is_consequence(line: str, failure: RankFailure) -> bool:
     may_be_own = is_exception and not failure.others_failed and not is_of_other_rank
     if _LOST_PEER.search(line):
         return not may_be_own
-    # The failed process itself may have written the line, because it waited too long for another
-    # process. The line is then no consequence. A process that waits too long ends with an
-    # exception, or NCCL's watchdog ends it with SIGABRT.
+    # The line may report that a process waited too long for another process. If the failed process
+    # itself wrote this line, the line shows the cause of the failure and not a consequence. A
+    # process that waited too long ends with an exception, or NCCL's watchdog ends it with SIGABRT.
+    # After any other end of the failed process, another process wrote the line.
     is_end_of_waiting = code in (_EXCEPTION_EXIT_CODE, -signal.SIGABRT) and not is_of_other_rank
     has_waited = prefix is not None and _WAITED_IN_VAIN.search(line) is not None
     return has_waited and not is_end_of_waiting

@@ -226,7 +226,7 @@ class GitView:
         """Return the files and folders that git ignores.
 
         Args:
-            names: Paths of the files and folders, relative to the folder.
+            names: Paths of the files and folders, relative to the folder of this `GitView`.
 
         Raises:
             GitFailed: The command failed.
