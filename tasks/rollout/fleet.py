@@ -176,7 +176,7 @@ class Fleet:
 
         Raises:
             FleetFailed: The run must fail, or the fleet was stopped before it could serve.
-            IllegalTransition: The fleet is not stopped.
+            IllegalTransition: The fleet was not in the phase STOPPED before this call.
         """
         if self._phase is not FleetPhase.STOPPED:
             raise IllegalTransition(
@@ -587,8 +587,9 @@ class Fleet:
         """Fail the run if too many engines are given up (retired), or if too few serve requests.
 
         Args:
-            checks_min_active: True to fail the run if fewer than `min_active` engines serve
-                requests. This is not checked before the fleet has started and during a weight sync.
+            checks_min_active: True to fail the run also if fewer than `min_active` engines serve
+                requests. This second check is skipped until the fleet has started, and during each
+                weight sync.
         """
         view = self.registry.view
         min_active = self.settings.recovery.min_active or 0

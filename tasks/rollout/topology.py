@@ -55,8 +55,8 @@ class ServerSlot(Place):
     def listens_on(self) -> tuple[int, ...]:
         """Ports that are reserved for this server.
 
-        The ports of an engine's first server include the port at which all processes of the engine
-        connect to each other.
+        A server with an HTTP API has one port for the API. If an engine has several processes, its
+        first server has one more port, through which these processes connect to each other.
         """
         api_ports = () if self.port is None else (self.port,)
         if self.meeting is None or self.index > 0:
@@ -417,9 +417,10 @@ def _plan_server(
     """Return the plan of one server.
 
     Args:
-        backend: The inference engine that the server runs.
+        backend: The inference software that the server runs, such as vLLM.
         place: Position of the server in its fleet, and its addresses.
-        places_of_engine: Positions and addresses of all servers of the engine, including `place`.
+        places_of_engine: Positions and addresses of the servers that together form one inference
+            instance, including `place`.
         devices: `devices[variable][rank]` is the GPU of a rank. `variable` is an environment
             variable that limits a process to its GPUs. The mapping is empty if no such variable
             has to be set.

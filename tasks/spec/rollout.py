@@ -291,8 +291,9 @@ _EXAMPLES = {"model": "PATH_OR_NAME", "dp_attention": "true, and data_parallel: 
 def _load_reserved_arguments() -> Mapping[str, Mapping[str, list[str]]]:
     """Return the arguments that Muster itself passes to each backend and that users must not write.
 
-    The result is a mapping from backends to mappings from spec keys to arguments. The user sets the
-    spec key instead of the argument. Arguments without a spec key are listed under `none`.
+    The list `result[backend][key]` contains the arguments that Muster derives from a spec key. The
+    user sets this spec key instead of the arguments. Arguments without a spec key are in the list
+    `result[backend]["none"]`.
     """
     return tomllib.loads(Path(__file__).with_name("backends.toml").read_text(encoding="utf-8"))
 

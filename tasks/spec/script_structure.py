@@ -201,9 +201,9 @@ def _list_imported_names(nodes: Iterable[ast.AST]) -> dict[str, str]:
 
 
 def _list_foreign_names(nodes: Sequence[ast.AST]) -> set[str]:
-    """Return the names in other modules that a script imports or uses.
+    """Return the names that a script uses from other modules.
 
-    Examples: `b` for `from a import b`, and `c` for `import a` and `a.c()`
+    For example, the line `from a import b` adds `b`. The lines `import a` and `a.c()` add `c`.
     """
     names: set[str] = set()
     modules: set[str] = set()
