@@ -80,8 +80,8 @@ TRAIN_FLOW = "train"
 def load_run_spec(path: str) -> dict[str, Any]:
     """Return the content of a run spec for a deployment in prefect.yaml.
 
-    This function is a build step: `{{ ID.spec }}` in prefect.yaml is replaced by the spec. So an
-    invalid spec already stops the deployment, and not only the first run of a schedule.
+    This function is a build step: `{{ ID.spec }}` in prefect.yaml is replaced by the spec. So if
+    the spec is invalid, `prefect deploy` fails, and no run starts.
 
     Args:
         path: Path of the run spec, relative to the folder of prefect.yaml.
@@ -208,7 +208,8 @@ def _submit_matrix(
         spec: The run spec.
         root: Root folder of the spec's project.
         matrix: Values of the options `--matrix`.
-        at_most: Largest number of runs that wait in the queue or are running at once, or None.
+        at_most: Largest number of runs that run or wait in the queue at the same time. None for no
+            limit.
         queue: Value of the option `--queue`, which cannot be combined with a matrix.
         watch: True to print the states of the pipeline until it has ended.
         json: True to print the ids and the page of the pipeline as JSON.
@@ -385,7 +386,7 @@ def deploy(
     no_cron: bool = False,
     overlap: Overlap | None = None,
 ) -> None:
-    """Create or update a deployment, which starts runs of a spec from the Prefect UI or a schedule.
+    """Create or update a deployment, so that the Prefect UI or a schedule can start runs of a spec.
 
     An update keeps all changes that were made in the UI: schedules, pauses, limits, tags and job
     variables.

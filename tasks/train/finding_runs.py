@@ -127,14 +127,15 @@ def _match_runs(runs: Sequence[Run], text: str) -> list[Run]:
 
 
 def _match_typed_names(runs: Sequence[Run], text: str, typed_names: Mapping[str, str]) -> list[Run]:
-    """Return the runs whose name in the Prefect UI contains a text. Users have typed these names.
+    """Return the runs whose names in `typed_names` contain a text.
 
     If a name is equal to the text, only the runs with this name are returned.
 
     Args:
         runs: The runs that are searched.
         text: The text.
-        typed_names: Mapping from flow run ids to the names that users gave to the flow runs.
+        typed_names: Mapping from flow run ids to the names that users gave to the flow runs in the
+            Prefect UI.
     """
     exact = [run for run in runs if typed_names.get(run.flow_run_id) == text]
     return exact or [run for run in runs if text in typed_names.get(run.flow_run_id, "")]

@@ -68,8 +68,9 @@ def find_mlflow_parents(
         if not needs_mlflow_parent(env, is_job=is_job):
             continue
         if is_job:
-            # A Ray job does not inherit the environment of this process. But the program that finds
-            # the parent run is executed on this machine, so it needs this environment.
+            # `env` lacks the variables of this process, because a Ray job does not inherit them.
+            # Add these variables, because `_PROGRAM`, which finds the parent run, runs on this
+            # machine and not in the Ray job.
             env = {
                 **inherit_env(),
                 "PATH": component_search_path({**spec.env, **component.env}),

@@ -224,8 +224,8 @@ def _refuse_finished_run(run: Run, spec: RunSpec, record: RunJson | None) -> Non
         best_step = record.find_best_step(
             before=len(record.attempts) + 1, since=spec.first_counted_attempt
         )
-    # A run that has not reached its last step can continue. Some trainers count steps from zero, so
-    # `last_step - 1` may already be the last step.
+    # Allow a retry only if training steps are left. Some trainers count steps from zero, so a run
+    # with the step `last_step - 1` may have no steps left.
     if last_step is not None and best_step is not None and best_step < last_step - 1:
         return
     run_id = run.run_id

@@ -85,8 +85,8 @@ class RunAnnouncements:
                 if event.after is GroupState.RETIRED:
                     yield self._make_server_event("muster.rollout.engine.retired", event)
                 elif event.after is GroupState.INACTIVE and event.before in RUNNING_STATES:
-                    # Report only the failure of an engine that was running. If the restart of an
-                    # engine fails, its first failure was already reported.
+                    # The condition excludes failed restarts of an engine, because the failure that
+                    # led to the restart was already reported.
                     yield self._make_server_event("muster.rollout.engine.failed", event)
                 if seen.is_degraded != was_degraded:
                     change = "degraded" if seen.is_degraded else "restored"
@@ -107,11 +107,12 @@ class RunAnnouncements:
     def _make_server_event(self, name: str, event: Event, **payload: Any) -> Event:
         """Return the event for the Prefect server that corresponds to an event of the run.
 
-        The payload contains only the keys that the catalogue of events lists for this name.
+        The values of the payload come from the event of the run, from the run itself, and from the
+        argument `payload`. Only the keys that the catalogue of events lists for this name are kept.
 
         Args:
             name: Name of the event on the Prefect server.
-            event: The event of the run. Its fields are part of the payload.
+            event: The event of the run.
             payload: Further values of the payload. They replace fields of the event with the same
                 name.
         """
