@@ -54,8 +54,8 @@ def _has_credentials(uri: str) -> bool:
         has_password = bool(parts.password)
     except ValueError:
         # `urlsplit` rejects the text, because the part after `://` is not a valid network address.
-        # Such a text counts as a URI without credentials.
-        return False
+        # Text before an `@` may still be a password.
+        return "@" in uri
     is_store = parts.scheme in ("s3", "s3a", "gs", "gcs")
     if has_password or (is_store and "@" in parts.netloc):
         return True

@@ -51,6 +51,7 @@ def test_paths_and_uris_are_accepted_as_inputs(uri: str) -> None:
         (["s3:/bucket/folder"], "inputs.0", "looks like a URL"),
         (["s3://key:word@bucket/folder"], "inputs.0", "credentials"),
         (["https://user:word@example.org/a"], "inputs.0", "credentials"),
+        (["s3://key:word@[bucket/folder"], "inputs.0", "credentials"),
         (["https://example.org/a?X-Amz-Signature=0011"], "inputs.0", "credentials"),
         (["https://example.org/a?api_token=0011"], "inputs.0", "credentials"),
         (["/data/" + 1000 * "a"], "inputs.0", "1000 characters"),
