@@ -54,8 +54,8 @@ _GUARDIAN = (
 #: Seconds to wait for the report of the guardian process, after the kernel has reported the end of
 #: the component. A guardian process that was stopped with SIGSTOP never reports.
 _REPORT_WITHIN_S = 2.0
-#: Seconds to wait until the component's program is executed. The execution usually takes
-#: milliseconds, but takes seconds on a machine that is short of memory.
+#: Seconds to wait until the component's program starts. The start usually takes milliseconds, but
+#: takes seconds on a machine that is short of memory.
 _SPAWN_WITHIN_S = 30.0
 #: Time limit in seconds for sending the description of a command to a guardian process, and for an
 #: answer of the process that forks guardian processes.

@@ -283,7 +283,7 @@ class Guards:
         """End all processes that still run, without a grace period, and close the PID namespace.
 
         Returns:
-            `left[name]`: descriptions of the processes of the component `name` that could not be
+            Mapping from the name of a component to descriptions of its processes that could not be
             ended. Empty if all processes have ended.
         """
         self._close_template()

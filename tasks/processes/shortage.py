@@ -10,8 +10,8 @@ from __future__ import annotations
 import errno
 import os
 
-#: Error numbers that mean a shortage in this process or on this machine. The shortages are too many
-#: open files, no memory, no network buffers, and no free port for a connection.
+#: Error numbers that mean that this process or this machine has no more file descriptors, memory,
+#: network buffers, or free ports for connections.
 OWN_SHORTAGES = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL}
 )

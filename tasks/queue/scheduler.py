@@ -350,7 +350,7 @@ class Scheduler:
             self._announce("muster.run.requeued", entry.flow_run, name, message=message)
 
     async def _fail(self, refused: Refused) -> None:
-        """Set the state of a run that can never start to Failed, and emit an event."""
+        """Set the state Failed for a run that can never start, and emit an event."""
         entry = refused.entry
         kind = refused.kind.value
         name = entry.request.name

@@ -111,7 +111,7 @@ class PoolSettings(BaseModel):
     def keys(self) -> tuple[str, ...]:
         """Addresses of the Ray clusters of the pool.
 
-        The address "" is added if the settings list nodes for runs without Ray.
+        The address "" is added if the settings contain nodes for runs without Ray.
         """
         addresses = tuple(cluster.address for cluster in self.clusters)
         return (*addresses, "") if self.nodes else addresses

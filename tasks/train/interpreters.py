@@ -148,7 +148,7 @@ def _find_foreign_launchers(spec: RunSpec, root: Path | None) -> Iterator[Fault]
 
 
 def print_project(spec: RunSpec, root: Path) -> None:
-    """Print the project, the code and the missing programs of a run on stderr.
+    """Print on stderr the folder of a run's project, the version of its code, and missing programs.
 
     Args:
         spec: The run spec, with the version of the submitted code.
