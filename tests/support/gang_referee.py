@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-#: Name of the state of a run that waits for GPUs in its own process.
+#: Name of the state of a run whose process has started and waits for GPUs.
 WAITING = "PendingResources"
 #: Types of the final states of a flow run.
 FINAL = frozenset({"COMPLETED", "FAILED", "CRASHED", "CANCELLED"})
@@ -112,16 +112,15 @@ class Judgement:
 
     #: Descriptions of the rules of the queue that were broken. Empty if the queue kept all rules.
     faults: tuple[str, ...]
-    #: Largest amount of each resource that was in use at the same time. A key is the name of a node
-    #: (used GPUs of this node), `GPUs` (used GPUs of all nodes) or `runs` (number of runs with
-    #: GPUs).
+    #: Peak usage of each resource. A key is the name of a node (used GPUs of this node), `GPUs`
+    #: (used GPUs of all nodes) or `runs` (number of runs with GPUs).
     peak: Mapping[str, float]
     #: Number of runs that were admitted at least once.
     admitted: int
     #: Number of admissions of all runs. A requeued run is admitted several times.
     admissions: int
-    #: Number of late runs. A run is late if another run, behind it in the queue, was admitted
-    #: earlier, although enough GPUs were free for both runs.
+    #: Number of late runs. A run is late if a run behind it in the queue was admitted first, and
+    #: enough GPUs for both runs were free at that moment.
     late: int = 0
     #: Longest delay of a late run, in seconds. 0 if no run was late. The delay begins when the run
     #: behind the late run is admitted, and ends when the late run is admitted.
@@ -150,8 +149,9 @@ def judge(
         runs: Histories of all runs of the queue.
         nodes: Mapping from the name of each existing node to its number of GPUs.
         most_runs: Number of runs that may hold GPUs at the same time.
-        late_s: Number of seconds that a run may start later than a run behind it in the queue. A
-            short delay is no fault, because one scheduling pass may admit both runs in any order.
+        late_s: Longest allowed time, in seconds, from the admission of an overtaking run to the
+            admission of the overtaken run. A short delay is no fault, because one scheduling
+            pass may admit both runs in any order.
         in_order: True if no run may overtake another run of the same priority (strict FIFO).
         by_states: True if the states of the runs show when GPUs were held, and the grants show the
             nodes. Use False for Ray, which chooses the nodes of a run itself. Then only the lines
@@ -266,9 +266,8 @@ def _find_double_starts(run: History, holds: Sequence[Hold]) -> Iterator[str]:
         holds: Periods in which the run held its GPUs.
     """
     for before, after in pairwise(state for state in run.states if state.type != "RUNNING"):
-        # After the state "Pending" of an admission, Prefect sets a state "Submitting", which also
-        # has the type PENDING. "Submitting" is no second admission, so only the name "Pending"
-        # counts.
+        # An admission sets the state "Pending". Prefect then sets the state "Submitting", which has
+        # the same type PENDING, but is no second admission. So only the name "Pending" counts.
         if before.type == after.type == "PENDING" and after.name == "Pending":
             yield f"{run.name} was admitted again {after.at - before.at:.2f} s after it had been"
     parts = sorted(run.parts, key=lambda part: part.began)
@@ -337,7 +336,7 @@ def _find_shared_devices(runs: Iterable[History], holds: Mapping[str, Sequence[H
 def _usages_of_components(
     runs: Iterable[History], holds: Mapping[str, Sequence[Hold]]
 ) -> Iterator[_Usage]:
-    """Yield one usage for each component process: the GPUs of the run while the process ran.
+    """Yield a `_Usage` per component process: the run's GPUs, and the start and end of the process.
 
     Args:
         runs: Histories of the runs.
@@ -460,7 +459,7 @@ def _list_waits(run: History, holds: Sequence[Hold]) -> Iterator[tuple[float, fl
         holds: Periods in which the run held its GPUs. The start of a period with GPUs ends a wait.
 
     Yields:
-        Start of the wait, end of the wait, and earliest start of the run, in UTC epoch seconds.
+        Start of the wait, end of the wait, and scheduled start of the run, in UTC epoch seconds.
     """
     since: float | None = None
     due = 0.0

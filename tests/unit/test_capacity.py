@@ -47,7 +47,7 @@ USE = Cluster(
 
 
 class FakeReader:
-    """A fake reader of a cluster that returns scripted results."""
+    """A fake reader that returns scripted results instead of reading a cluster."""
 
     def __init__(self) -> None:
         self.credentials = Credentials(has_token=False)
@@ -100,7 +100,7 @@ async def test_cluster_is_returned_with_its_usage(capacity: Capacity) -> None:
         ((ONE,), {ONE, "far"}),
         # an address without a node id stands for all nodes at this address
         (("10.0.0.5",), {ONE, TWO, "far"}),
-        # no node has this node id or this name, so no further node is drained
+        # no node has the node id `ffffffff` or the name `gone`, so only the node `far` is drained
         (("10.0.0.5/ffffffff", "gone"), {"far"}),
     ],
 )
@@ -213,7 +213,7 @@ async def test_silent_cluster_delays_a_caller_only_once(
     cluster = await _answer(capacity)
 
     # Three callers asked while the cluster did not answer. But Muster sent only two requests to the
-    # cluster: for the first caller, and once in the background.
+    # cluster: one request for the first caller, and one request in the background.
     assert looks_while_silent == 2
     assert cluster == USE
 

@@ -93,7 +93,7 @@ def test_placement_groups_belong_to_the_run_of_their_job() -> None:
     assert use.used == {RUN: {"n1": 4}}
     assert use.nodes[0].others_gpus == 1
     # `others_cpus` is the number of CPUs that the queue cannot grant: the CPU of the foreign job,
-    # and the CPU of the run's bundle without GPUs.
+    # and the CPU of the bundle `{"CPU": 1}`, because this bundle has no GPUs.
     assert use.nodes[0].others_cpus == 2
 
 

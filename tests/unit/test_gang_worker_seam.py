@@ -284,10 +284,10 @@ class SchedulerOfAnotherLeader:
     """
 
     def __init__(self, *granted: int) -> None:
-        """Let each scheduling pass return the given number of runs.
+        """Set the number of runs that each scheduling pass returns.
 
         Args:
-            granted: Number of runs to start in each pass.
+            granted: One number for each scheduling pass, in the order of the passes.
         """
         self.granted = list(granted)
         #: Number of scheduling passes until now.

@@ -139,7 +139,7 @@ def test_granted_run_stays_on_its_cluster_if_the_pool_changes() -> None:
 
     on_a, on_b = server.submit(spec(address=A)), server.submit(spec())
 
-    # All GPUs of cluster A are held by other runs.
+    # The run of `start_holder` still holds all GPUs of cluster A, so the run `on_a` waits.
     assert [entry.id for entry in started(server)] == [on_b]
     assert message(server, on_a).startswith("PendingResources: needs 1 node with 8 GPUs; waits")
 
