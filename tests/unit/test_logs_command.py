@@ -203,8 +203,8 @@ def test_whole_log_is_read_in_blocks_of_limited_size(log: Path) -> None:
     [
         (RUN, True),
         (RUN[:-1], True),
-        # Each of these texts may also mean a run on another machine. So the search on this machine
-        # must find nothing.
+        # A text must begin with the name, the workload and the complete time of the run. These
+        # texts do not, so the search must find nothing.
         ("trial", False),
         ("trial-sft-20260102-0000", False),
         ("latest", False),

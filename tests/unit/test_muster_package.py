@@ -61,8 +61,8 @@ def package(tmp_path: Path) -> Path:
     return folder
 
 
-#: Functions that contain an import of a Muster module, as pairs: module and function. While the
-#: module `tasks.client` is imported, all these functions except `wait_for_stack` are called.
+#: Functions that contain an import of a Muster module, as pairs: module and function. The import of
+#: the module `tasks.client` calls all these functions except `wait_for_stack`.
 LATE_IMPORTS = {
     ("tasks.command", "find_server"),
     ("tasks.command", "wait_for_stack"),

@@ -210,8 +210,8 @@ def test_only_the_first_of_many_nodes_are_named(
     ("report", "results"),
     [
         (SweepReport(), ("checked node 10.0.0.5",)),
-        # the command line of the process may contain a secret, so the text does not contain the
-        # command line
+        # the results do not contain the command line of the ended process, because the command
+        # line may contain a secret
         (
             SweepReport(killed=(FOUND,)),
             ("checked node 10.0.0.5", "ended node 10.0.0.5: pid 812"),

@@ -111,11 +111,11 @@ def view(
     servers: Sequence[Event] = (),
     **more: Any,
 ) -> RunView:
-    """Return the state of a run, from which Muster makes the run's page in the Prefect UI.
+    """Return a `RunView`: the data from which Muster makes the page of a run in the Prefect UI.
 
     Args:
-        unready: Reason of the trainer's failed readiness probe, or an empty string if no probe
-            failed.
+        unready: Reason for the failure of the trainer's readiness probe, or an empty string if
+            the probe did not fail.
         servers: Events of the components or inference servers of the run.
     """
     spec = RunSpec.model_validate({**SPEC, **more.pop("spec", {})})

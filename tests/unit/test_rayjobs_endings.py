@@ -16,8 +16,8 @@ from tasks.ray.end import RAY_POLLS_EACH_S, earliest_end, job_exit
         ("SUCCEEDED", None, 0, None),
         ("FAILED", 3, 3, None),
         ("FAILED", -9, None, 9),
-        # the program itself exited with code 137. This is no signal, although 128 + 9 often means
-        # SIGKILL
+        # an exit code of 137 (128 + 9) is not interpreted as SIGKILL, because the program itself
+        # exited with this code
         ("FAILED", 137, 137, None),
         ("FAILED", None, None, None),
         ("STOPPED", None, None, None),
@@ -72,19 +72,20 @@ def test_lost_node_is_named_first() -> None:
         # the end time 998 from Ray is 98 on the monotonic clock. Ray may notice the end of a job
         # late, so the maximum delay is subtracted
         (998.0, 90.0, 98.0 - 0.301 - RAY_POLLS_EACH_S),
-        # the end time 900 from Ray is 0 on the monotonic clock. But a request at 99 found the job
-        # running, so 99 is used
+        # Ray's end time (900 s, which is 0 s on the monotonic clock) is too early, because a
+        # request at 99 s found the job still running. So 99 s replaces Ray's end time
         (900.0, 99.0, 99.0 - 0.301 - RAY_POLLS_EACH_S),
         # the end time from Ray is in the future, because the node's clock is fast. So the current
         # time is used
         (2000.0, 99.0, 100.0),
-        # no request has found the job running, so the end time from Ray is used: 998, which is 98
-        # on the monotonic clock
+        # no request found the job running, so only Ray's end time is known: 998 s, which is 98 s on
+        # the monotonic clock
         (998.0, None, 98.0 - 0.301 - RAY_POLLS_EACH_S),
         # Ray reports no end time, so the time of the last request that found the job running is
         # used
         (None, 99.0, 99.0 - 0.301 - RAY_POLLS_EACH_S),
-        # neither time is known, so the current time is used
+        # Ray reports no end time, and no request found the job running, so the result is the
+        # current time
         (None, None, 100.0),
     ],
 )

@@ -267,7 +267,8 @@ def limit_time(program: str, hours_s: float, **stop: Any) -> dict[str, Any]:
 
     Args:
         program: Training program, a file in `tests/data/resume`.
-        hours_s: Time limit of each attempt, in seconds. The key `max_hours` gets this limit.
+        hours_s: Time limit of each attempt, in seconds. The key `max_hours` gets this limit,
+            converted to hours.
         stop: Further keys of the section `stop` of the trainer.
     """
     trainer = {

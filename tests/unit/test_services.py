@@ -34,8 +34,9 @@ POLICY = RestartPolicy(first_delay_s=1.0, most_delay_s=8.0, steady_s=30.0, give_
 @pytest.mark.parametrize(
     ("deaths", "delays"),
     [
-        # each pair describes a death of the service: the time of the death, and for how many
-        # seconds the service was ready before this death, or None if it was not ready
+        # each pair in `deaths` describes a death of the service: the time of the death, and for how
+        # many seconds the service was ready before this death, or None if it was not ready.
+        # `delays` contains the seconds from each death to the restart, or None for no restart
         ([(0, 50)], [1]),
         ([(0, 50), (10, 5), (20, 5), (30, 5), (40, 5)], [1, 2, 4, 8, 8]),
         # the service was ready for 30 s before its last death, so the delays begin again with 1 s
@@ -43,10 +44,11 @@ POLICY = RestartPolicy(first_delay_s=1.0, most_delay_s=8.0, steady_s=30.0, give_
         ([(0, 50), (10, 5), (50, 29)], [1, 2, 4]),
         # the service was not ready within 100 s after its first death, so it is not restarted again
         ([(0, 50), (60, None), (100, None), (101, None)], [1, 2, 4, None]),
-        # the service was ready before its death at 100 s, but not within 100 s after this death, so
-        # it is not restarted again
+        # the service was last ready before its death at 100 s. The last death, at 201 s, is
+        # more than 100 s later, so the service is not restarted
         ([(0, 50), (60, None), (100, 1), (160, None), (201, None)], [1, 2, 4, 8, None]),
-        # the service died at 0 s. It was not ready in the next 100 s, so it is not restarted again
+        # the service was never ready. The second death is more than 100 s after the first death, so
+        # there is no second restart
         ([(0, None), (101, None)], [1, None]),
     ],
 )

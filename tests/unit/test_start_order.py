@@ -106,8 +106,8 @@ def test_run_of_a_stage_starts_in_the_order_of_its_deployment(file: Path) -> Non
         ({}, NAMES),
         # the key `start_order` has no value, so the components start in the order of the spec
         ({"start_order": None}, NAMES),
-        # the form in Prefect's UI may send an empty list, so the components start in the order of
-        # the spec
+        # the form in Prefect's UI can send an empty list. An empty list means the same as no list:
+        # the components start in the order of the spec
         ({"start_order": []}, NAMES),
         ({"start_order": NAMES[::-1]}, NAMES[::-1]),
         # components that are not in the list, for example because they were added in Prefect's UI,
