@@ -51,8 +51,8 @@ def test_run_with_a_successful_trainer_completes(
 def test_concurrency_limit_of_a_tag_does_not_delay_the_task_runs(
     api: str, start_run: Callable, build_gang_spec: Callable
 ) -> None:
-    # This limit makes Prefect block every task run with the tag `held`. The run must still
-    # complete, because Muster does not pass the tags of the run to its task runs.
+    # A concurrency limit of 0 makes Prefect block every task run with the tag `held`. The run must
+    # still complete, because Muster does not pass the tags of the run to its task runs.
     send_request("POST", f"{api}/concurrency_limits/", {"tag": "held", "concurrency_limit": 0})
 
     run = start_run(build_gang_spec("print('trained')", tags=["held"]))

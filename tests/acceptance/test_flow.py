@@ -75,7 +75,7 @@ def test_flow_leaks_no_file_descriptors(build_gang_spec: Callable, muster_home: 
     sockets = [target for target in new if target.startswith("socket:")]
     locks = [target for target in new if target.endswith("/lock")]
     # Two kinds of new descriptors are no leaks: a few open connections of Prefect's API client, and
-    # one lock for each run, which this process holds until its end.
+    # one lock for each run. This process holds the locks until the process ends.
     assert len(sockets) <= 4, new
     assert len(locks) == len(states)
     assert len(new) == len(sockets) + len(locks), new

@@ -239,7 +239,11 @@ def kill_pipeline(stage: Stage, trial: Trial, process: Popen[bytes]) -> Popen[by
 
 
 def kill_worker(stage: Stage, trial: Trial, process: Popen[bytes]) -> Popen[bytes]:
-    """Kill the worker, start a new worker, and return the unchanged process of the pipeline."""
+    """Kill the worker, and start a new worker.
+
+    Returns:
+        `process`, the process of the pipeline.
+    """
     assert stage.worker is not None
     stage.worker.kill()
     stage.worker.wait()
@@ -399,9 +403,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for trial in draw_trials(options.only or TARGETS, options.kills, seed):
                 if time.monotonic() > ends_at:
                     break
-                # The first pipeline takes longer than the others. So the moment of a kill is a
-                # share of the shortest duration so far. Otherwise, many pipelines would end before
-                # the kill.
+                # The kill happens after a random fraction of the given duration. Use the shortest
+                # duration so far, because the first pipeline takes longer than the others. With
+                # the duration of the first pipeline, many pipelines would end before the kill.
                 run(trial, min(trial.took_s for trial in trials))
                 trials.append(trial)
                 print(trial.line, flush=True)

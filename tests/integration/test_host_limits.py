@@ -31,8 +31,8 @@ from tests.support.supervised_components import (
 ROOT = Path(__file__).resolve().parents[2]
 #: Root directory of the cgroup hierarchy with the controller `pids`, in cgroup version 1.
 PIDS = Path("/sys/fs/cgroup/pids")
-#: A program that starts threads until the kernel refuses another thread, and then runs for one more
-#: second.
+#: A program that starts threads until the kernel refuses another thread. The program then sleeps
+#: for a number of seconds, which is its argument.
 GREEDY = """
 import pathlib, sys, threading, time
 stop = threading.Event()
@@ -142,8 +142,8 @@ def test_component_that_cannot_be_started_names_the_limit(
     assert not (harness.directory / "started").exists()
 
 
-#: Program that runs a component as the user of the program, and then prints the final state, the
-#: message and the failure of the attempt.
+#: Program that runs a component, and then prints the final state, the message and the failure of
+#: the attempt. The component runs as the same user as the program.
 SUPERVISE = """
 import sys, threading
 from pathlib import Path

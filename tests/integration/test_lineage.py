@@ -51,7 +51,7 @@ def complete_run(host: HostEnvironment, spec: Mapping[str, Any]) -> Run:
 
 
 def read_asset_events(run: Run) -> list[dict[str, Any]]:
-    """Return the Prefect events about assets that are related to the run's flow run."""
+    """Return the asset events of the run's flow run from the Prefect server, the oldest first."""
     event_filter = {
         "event": {"prefix": ["prefect.asset."]},
         "related": {"id": [f"prefect.flow-run.{run.flow_run_id}"]},

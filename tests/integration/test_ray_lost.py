@@ -56,7 +56,7 @@ def host_env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostEnvironme
 
 @pytest.fixture
 def finished(tmp_path: Path) -> Path:
-    """Return the path of a missing file. The trainer ends as soon as this file exists."""
+    """Return a path where no file exists. The trainer ends when a test creates a file there."""
     return tmp_path / "finished"
 
 
@@ -104,7 +104,7 @@ def read_job_status(cluster: RayCluster, submission_id: str) -> str:
 
 
 def list_jobs(cluster: RayCluster, run: Run) -> list[str]:
-    """Return the submission ids of the run's jobs that Ray knows."""
+    """Ask Ray for all jobs, and return the submission ids of the jobs that belong to the run."""
     jobs = httpx.get(f"{cluster.address}/api/jobs/", trust_env=False, timeout=30).json()
     return [job["submission_id"] for job in jobs if (job["submission_id"] or "")[:-5] == run.name]
 

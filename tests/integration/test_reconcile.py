@@ -162,8 +162,7 @@ def test_simultaneous_reconciles_finish_a_run_once(host_env: HostEnvironment) ->
     with ThreadPoolExecutor(2) as pool:
         summaries = set(pool.map(lambda _: host_env.reconcile(), range(2)))
 
-    # Only one of the two calls of `reconcile` finishes the run. The other call has nothing to do,
-    # because the first call was still at work or had already finished the run.
+    # Only one of the two calls of `reconcile` finishes the run.
     assert summaries == {f"{host_name()}: 1 of 1 lost runs reconciled", "nothing to do"}
     assert [e["event"] for e in run.events()].count("reconcile.ended") == 1
     assert run.state()[0] == "CRASHED"
@@ -324,7 +323,7 @@ def test_run_that_ends_on_a_full_disk_reports_its_failure_everywhere(
             host_env.clear()
 
 
-#: A program that starts a flow run in the same way as the process of a worker.
+#: Replacement for the program that a Prefect worker starts to execute a flow run.
 START_FLOW_RUN = """
 import sys
 from uuid import UUID
