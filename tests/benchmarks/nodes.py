@@ -121,7 +121,8 @@ def _preflight(cluster: RayCluster, shared: str) -> None:
 def _plain(task: str, cluster: RayCluster, shared: str) -> None:
     """Search or check all nodes with plain Ray tasks, without Muster.
 
-    A new process calls the function `plain`, whose docstring describes the arguments.
+    A new process calls the function `plain`. The docstring of `plain` describes the
+    arguments `task` and `shared`.
     """
     subprocess.run(
         [sys.executable, "-m", "tests.benchmarks.nodes", task, cluster.gcs_address, shared],

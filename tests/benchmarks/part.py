@@ -129,10 +129,10 @@ def warm_up(seconds: float, name: str, folder: str, port: int) -> None:
 
 
 def remaining_s(seconds: float) -> float:
-    """Return the seconds until this component must be ready; a negative number if it is late.
+    """Return the seconds until this component becomes ready; a negative number afterwards.
 
     Args:
-        seconds: Time that the component needs from its start until it is ready, in seconds.
+        seconds: Planned time from the start of this component to its readiness, in seconds.
     """
     return seconds - (time.monotonic_ns() - BEGAN_NS) / 1e9
 

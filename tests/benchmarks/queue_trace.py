@@ -46,7 +46,8 @@ def read_trace(path: Path, *, gpus_per_node: int, compress: float = 1.0) -> list
 
     Args:
         path: CSV file with the trace.
-        gpus_per_node: GPUs of each node of the cluster, for jobs without `gpus_per_node`.
+        gpus_per_node: Number of GPUs on each node of the cluster. This number is used for rows
+            without values in the columns `nodes` and `gpus_per_node`.
         compress: Divisor of the times of submission. A larger number makes the cluster busier.
 
     Raises:

@@ -33,12 +33,13 @@ _UNITS = {"_s": "seconds", "hours": "hours"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A mapping of the spec, which has its own section in the documentation."""
+    """A mapping that a spec may contain. The mapping has its own section in the documentation."""
 
     #: Path of the mapping in the spec, for example `components.NAME.ready`. The top-level mapping
     #: has an empty path.
     path: str
-    #: Paths of other mappings of the spec that have the same keys.
+    #: Other paths in the spec. The mappings at these paths have the same keys as the mapping at
+    #: `path`.
     also: tuple[str, ...]
     #: JSON schema of this part of the spec.
     schema: Schema

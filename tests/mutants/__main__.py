@@ -59,10 +59,11 @@ _UNUSED_OPERATORS = re.compile(
     r"|ReplaceComparisonOperator_(Is(Not)?_(?!Is)|(?!Is)\w+_Is(Not)?$)"
 )
 _PYTEST = ("pytest", "-q", "-p", "no:cacheprovider")
-#: Time limit, in seconds, of one test that runs on a mutant (the code with one small change). The
+#: Time limit for each test of a mutant, in seconds. A mutant is the code with one small change. The
 #: limit ends mutants with an endless loop.
 _TEST_TIMEOUT_S = 60
-#: Time limit, in seconds, of all tests together that run on one mutant (the code with one change).
+#: Time limit for all tests of a mutant in total, in seconds. A mutant is the code with one small
+#: change.
 _MUTANT_TIMEOUT_S = 900
 #: Time limit of one test during the measurement with coverage, in seconds. Coverage slows the tests
 #: down. A test that fails during this measurement is not used for any mutant.
@@ -157,7 +158,7 @@ def environment_of(copy: Path) -> dict[str, str]:
 
 
 def lines_run(state: Path, copy: Path) -> CoverageData:
-    """Return the unit tests that execute each line of the code.
+    """Return, for each line of the code, the unit tests that execute this line.
 
     The first call runs the tests with coverage. Later calls read the stored result.
 

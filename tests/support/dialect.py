@@ -360,7 +360,10 @@ def _docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
 
 
 def _comments(source: str) -> Iterator[tuple[int, str]]:
-    """Yield the number of the first line and the text of each comment of one or more lines."""
+    """Yield each comment as a pair: the number of its first line, and its text.
+
+    Comments on consecutive lines count as one comment.
+    """
     first = last = 0
     words: list[str] = []
     for token in tokenize.generate_tokens(io.StringIO(source).readline):

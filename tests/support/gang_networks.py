@@ -28,7 +28,8 @@ class NetworkLink:
 
     #: Name of the network device on this machine.
     near: str
-    #: Name of the network device that moves into the network of the host.
+    #: Name of the simulated host's network device. `move_into_namespace` moves the device from the
+    #: network of this machine into the network of the host.
     far: str
     #: Address of the host.
     address: str
@@ -76,7 +77,7 @@ def explain_missing_networks() -> str:
 
 @contextmanager
 def cables(count: int) -> Iterator[list[NetworkLink]]:
-    """Create pairs of virtual network devices (veth) while the context is open, one per host.
+    """Create one pair of virtual network devices (veth) per host, and delete the pairs at the end.
 
     In each pair, the device on this machine has the address `HERE`.
     """

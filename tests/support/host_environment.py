@@ -307,7 +307,7 @@ class HostEnvironment:
         return sorted(artifacts, key=lambda artifact: artifact["created"])
 
     def events(self, flow_run_id: str, name: str = "muster.run.reconciled") -> list[dict[str, Any]]:
-        """Return the events of a flow run that have this name on the Prefect server."""
+        """Return a flow run's events with the name `name`, as stored on the Prefect server."""
         event_filter = {
             "event": {"name": [name]},
             "resource": {"id": [f"prefect.flow-run.{flow_run_id}"]},

@@ -171,7 +171,7 @@ class RayCluster:
                     **(_FAKE_NODES_OF_2 if most_nodes and autoscaler == 2 else {}),
                 },
             )
-            # The dashboard answers this request only after the head's raylet has started.
+            # The dashboard answers `GET /api/jobs/` only after the head's raylet has started.
             self._until_answers(f"{self.address}/api/jobs/", self.head, "head")
         except BaseException:
             self.stop()
@@ -433,7 +433,12 @@ def _common_options(agent_port: int) -> tuple[str, ...]:
 
 
 def _find_descendant(ancestor: int, program: str) -> int:
-    """Return the process id of the only descendant of a process that runs this program."""
+    """Return the process id of the only descendant process that runs a program.
+
+    Args:
+        ancestor: Process id of the process whose descendants are searched.
+        program: File name of the program, for example "raylet".
+    """
     [pid] = (
         pid
         for pid in keeper.list_descendants(ancestor)
