@@ -41,9 +41,10 @@ def _prepare_shape(shape: str, fault_run: FaultRun) -> None:
 
 
 def _kill_leader_while_stopping(fault_run: FaultRun) -> None:
-    """Kill the trainer's first process while the environment component is in its grace period.
+    """Kill the trainer's first process if the phase of the test is STOPPING.
 
-    This grace period belongs to the phase STOPPING. In other phases, inject no fault.
+    In this phase, the environment component is in its grace period. In all other phases, the
+    function does nothing.
     """
     if fault_run.phase is Phase.STOPPING:
         fault_run.signal("trainer")
@@ -102,7 +103,7 @@ BURST = [
 
 
 def _prepare_late_burst(fault_run: FaultRun) -> None:
-    """Let the trainer wait for the file `burst`, and then fork up to the process limit."""
+    """Let the trainer wait for the file `burst`, and then start processes up to the limit."""
     _prepare_burst(fault_run)
     wait_for_file = "import os, time\nos.write(1, b'up\\n')\nwhile not os.path.exists('burst'):"
     code = f"{wait_for_file}\n    time.sleep(0.01)\n{_FORKS_UP_TO_LIMIT.replace('up', 'full')}"

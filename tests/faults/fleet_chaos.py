@@ -56,13 +56,13 @@ _READY_WITHIN_S = 60.0
 _LAST_FAULT_BEFORE_S = 10.0
 #: Time limit, in seconds, on one request to a server.
 _PUSH_WITHIN_S = 2.0
-#: Time after the end of an answer, in seconds. If the server fails within this time, the gateway
-#: has possibly not received the answer.
+#: Time before and after an answer, in seconds. If the server fails within this time, the answer has
+#: possibly not reached the gateway.
 _SAME_MOMENT_S = 0.2
 #: Faults that justify a restart of the server. The server must survive all other faults.
 _GRAVE = frozenset({"kill", "stop", "hang", "503", "garbage", "steal", "broken weights"})
-#: Pattern of the comment line with the weight version, which the gateway sends at the end of a
-#: stream of server-sent events.
+#: Pattern of a comment line in a stream of server-sent events. The gateway sends this line at the
+#: end of the stream, to report the weight version.
 _VERSION_COMMENT = re.compile(r"^: X-Muster-Version: (\d+)$", re.MULTILINE)
 _FAULTS = ("kill", "stop", "hang", "503", "garbage", "steal", "slow", "4xx")
 
@@ -87,7 +87,8 @@ class Outcome:
     versions: frozenset[int] = frozenset()
     #: Weight versions that the gateway reports in the header and at the end of a stream.
     gateway_versions: frozenset[int] = frozenset()
-    #: Body of the answer or the error, if the request was not answered correctly.
+    #: Empty for a correct answer. Otherwise a description of the error, for example the body of the
+    #: response.
     text: str = ""
 
 
@@ -139,7 +140,8 @@ class Chaos:
     async def ask(self, number: int) -> None:
         """Act as one client: send requests one by one until the time of the test is over.
 
-        Half of the requests, chosen at random, ask for a stream. Half belong to a session.
+        Two random choices decide for each request whether it asks for a stream, and whether it
+        belongs to a session.
         """
         random = Random(f"{self.random.random()} {number}")
         count = 0
@@ -605,9 +607,12 @@ async def _until_ready(chaos: Chaos) -> None:
 
 
 def leftover_pids() -> list[int]:
-    """Return the process ids of descendants that still run after ten seconds.
+    """Wait up to ten seconds until all descendants of this process have ended.
 
     This process must be a subreaper, so that orphaned descendants become its children.
+
+    Returns:
+        The process ids of the descendants that still run.
     """
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:

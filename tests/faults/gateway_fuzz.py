@@ -45,7 +45,7 @@ from tests.support.help import HelpFormatter
 _ENGINES, _CLIENTS = 2, 8
 #: Time limit on all answers of one client connection, in seconds.
 _ANSWER_WITHIN_S = 60.0
-#: Seconds after the last request within which the gateway must have closed all connections.
+#: Time limit, in seconds, for the gateway to close all connections after the last request.
 _LEFT_WITHIN_S = 20.0
 #: Seconds that a client waits until the gateway refuses an invalid request.
 _UNDECIDED_S = 3.0
@@ -86,7 +86,8 @@ class Message:
     headers: list[tuple[bytes, bytes]]
     #: Body of the message. If the body was sent in chunks, the chunk sizes are removed.
     body: bytes
-    #: True if the body has no length, and ends when the connection is closed.
+    #: True if the headers do not say where the body ends. In this case, the body ends when the
+    #: connection is closed.
     is_open_ended: bool = False
     #: True if the sender of this request expects that the connection is closed after the answer.
     is_last: bool = False
@@ -155,8 +156,8 @@ def _body(
         is_old: True for HTTP/1.0, which has no chunked framing.
 
     Returns:
-        The body; the offset of its end; True if the headers give no length, so that the end of the
-        connection ends the body. If the last value is True, the returned body is empty.
+        The body, the offset of its end, and a flag. The flag is True if the headers do not say
+        where the body ends. In this case, the returned body is empty.
     """
     lengths = [value for name, value in headers if name.lower() == b"content-length"]
     codings = [value for name, value in headers if name.lower() == b"transfer-encoding"]
@@ -514,8 +515,8 @@ class Fleet:
 async def engine(world: World, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Serve one connection from the gateway to an engine.
 
-    The engine checks that a client has sent the request, and then sends the answer in the `Script`
-    for this request id.
+    The engine checks that each request was sent by a client. Then the engine sends the answer in
+    the `Script` that belongs to the id of the request.
     """
     data = b""
     task = asyncio.current_task()
