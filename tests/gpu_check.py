@@ -52,8 +52,7 @@ time.sleep(600)
 """
 #: GPU memory that the component allocates, in MiB.
 _HELD_MIB = 1024
-#: GPU memory that may stay in use after a process has ended, in MiB, because the driver keeps some
-#: memory.
+#: GPU memory, in MiB, that the driver may still use after a process has ended.
 _SLACK_MIB = 64
 #: Final states of a run, as in `run.json`.
 _FINAL = {state.value for state in RunState if state.is_final}
@@ -71,7 +70,7 @@ class Training:
         """Start `muster train` with a spec that needs one GPU.
 
         Args:
-            home: MUSTER_HOME of the run, which does not exist yet.
+            home: Path of the folder MUSTER_HOME for the run. The folder must not exist yet.
         """
         self.home = home
         self._env = {**os.environ, "MUSTER_HOME": str(home), "PREFECT_HOME": str(home / "prefect")}

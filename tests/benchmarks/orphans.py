@@ -41,7 +41,7 @@ _Id = tuple[int, int]
 #: signal to their supervisor, and then calls the `_Watch` function.
 _Way = Callable[[Path, signal.Signals, "_Watch"], None]
 #: Function that waits until all processes have ended, but only for a limited time. The argument is
-#: the time of the signal, in monotonic seconds.
+#: the time at which the signal was sent to the supervisor, in monotonic seconds.
 _Watch = Callable[[float], None]
 
 
@@ -104,8 +104,8 @@ def _sample(way: _Way, signum: signal.Signals, watched_s: float) -> tuple[int, f
         watched_s: Duration of the watch for leftover processes, in seconds.
 
     Returns:
-        The number of leftover processes, and the milliseconds until the last process ended. If
-        there is a leftover process, the milliseconds until the end of the watch.
+        The number of processes that still run at the end of the watch, and the milliseconds from
+        the signal to the end of the watch. The watch ends early if all processes have ended.
     """
     results: list[tuple[int, float]] = []
     with folder() as place:

@@ -147,7 +147,7 @@ def read_output(job: Job) -> str:
 
 
 def _leftovers(place: Path) -> Iterator[int]:
-    """Yield the ids of running processes that a supervisor has started for a job in the folder."""
+    """Yield the ids of running processes with the folder of the job in their environment."""
     variable = f"{_PLACE}={place}".encode()
     for entry in Path("/proc").iterdir():
         with suppress(OSError):

@@ -21,8 +21,8 @@ from tests.support.documents import ROOT, Document, list_documents
 #: Folder from which MkDocs reads the documents. The key `docs_dir` of `mkdocs.yml` has the same
 #: value.
 SOURCE = ROOT / "build" / "site-source"
-#: Matches the first line of a code block that has two words, for example `yaml run-spec`: the
-#: language, and a word that only Muster's tests use.
+#: Matches the first line of a code block if this line has two words, for example `yaml run-spec`.
+#: The first word is the language. Only Muster's tests use the second word.
 _MARKED_FENCE = re.compile(r"^( *```\w+) [\w-]+$", re.MULTILINE)
 
 

@@ -207,9 +207,10 @@ def deepspeed(folder: Path, step: int) -> Path:
 
 
 def deepspeed_with_prefix(folder: Path, step: int) -> Path:
-    """Write a DeepSpeed checkpoint with a tag of the form `folder/name`, as some launchers use.
+    """Write a DeepSpeed checkpoint with a tag of the form `folder/name`.
 
-    DeepSpeed stores the tag of the newest checkpoint in the file `latest`.
+    DeepSpeed stores the tag of the newest checkpoint in the file `latest`. Some launchers use tags
+    of this form.
     """
     checkpoint = deepspeed(folder / "states", step)
     (folder / "states" / "latest").unlink()

@@ -131,8 +131,8 @@ class ComponentHarness:
         self.events: list[Event] = []
         self._event_added = threading.Condition()
         self._supervisors: list[Supervisor] = []
-        #: Process ids of children of this process that belong to no component, for example of a
-        #: server that the test has started. The test adds these ids.
+        #: Process ids that `list_survivors` leaves out. The test adds these ids, for example the id
+        #: of a server that the test has started.
         self.others: set[int] = set()
         self._start_ticks = _ticks()
 
@@ -185,9 +185,9 @@ class ComponentHarness:
     ) -> Supervisor:
         """Return the supervisor of a new attempt. The supervisor has not started the components.
 
-        The method `clear` of this object ends the supervisor after the test. The keyword arguments
-        are fields of `AttemptPlan` (`progress`, `success_step` and so on), and arguments of
-        `Supervisor` (`ports`, `register`, `replan`).
+        `ComponentHarness.clear` ends the supervisor after the test. The keyword arguments `ports`,
+        `register` and `replan` are arguments of `Supervisor`. All other keyword arguments are
+        fields of `AttemptPlan`.
         """
         plan = AttemptPlan(
             run_id=RUN_ID,
@@ -206,7 +206,7 @@ class ComponentHarness:
         return supervisor
 
     def start_all(self, *components: ComponentPlan, **plan: Any) -> Supervisor:
-        """Start all components until they are ready, and return their supervisor.
+        """Start the components, wait until all are ready, and return their supervisor.
 
         The arguments are those of `supervise`.
         """

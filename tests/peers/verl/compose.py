@@ -101,7 +101,11 @@ def types_in(hint: object) -> list[str]:
 
 
 def keys_of(config: DictConfig) -> dict[str, dict[str, Any]]:
-    """Return a mapping from dotted name to default and types, with the keys of a configuration."""
+    """Return the default value and the types of each key of a configuration.
+
+    Returns:
+        A mapping from the dotted name of each key to `{"default": ..., "types": [...]}`.
+    """
     keys: dict[str, dict[str, Any]] = {}
 
     def walk(node: Mapping[str, Any], path: str) -> None:
