@@ -126,7 +126,8 @@ def start_run(api: str, tmp_path: Path) -> Iterator[Callable[..., Run]]:
             server: Address of the Prefect server, or None to let the run start its own server.
             terminal: Terminal in which the command runs. By default, the output of the command goes
                 to a file.
-            under: A program with its arguments that executes the command, for example `nohup`.
+            under: Words before the command: a program that executes the command, for example
+                `nohup`, and the arguments of this program.
             environ: Additional environment variables.
         """
         number = len(runs)

@@ -185,7 +185,7 @@ def test_run_completes_despite_random_kills_and_broken_checkpoints(
 
 
 def _read_steps(attempt: Path) -> list[int]:
-    """Return the steps in the metrics file of an attempt, or an empty list without a file."""
+    """Return the steps in the metrics file of an attempt, or an empty list if there is no file."""
     try:
         lines = (attempt / "metrics.jsonl").read_text().splitlines()
     except OSError:

@@ -226,7 +226,8 @@ def test_deaths_beyond_the_recovery_budget_are_fatal(play: Callable[..., None]) 
         assert "killed by SIGKILL" in reason
 
     # `budget=1` allows one recovery. Servers that die at about the same time are restarted in one
-    # recovery. So the scenario kills the servers again after the first recovery has ended.
+    # recovery. So the scenario kills the servers twice: two recoveries are more than the budget
+    # allows.
     play(scenario, budget=1)
 
 

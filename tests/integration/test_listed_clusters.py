@@ -31,7 +31,10 @@ CODE = "import ray\nray.init()\nprint('GPUs', ray.cluster_resources()['GPU'])"
 
 @pytest.fixture
 def certificate(tmp_path: Path) -> tuple[Path, Path]:
-    """Return the paths of the server's key and certificate (one file) and the CA certificate."""
+    """Return the paths of two files.
+
+    The first file has the server's key and certificate. The second file has the CA certificate.
+    """
     return create_certificate(tmp_path)
 
 
@@ -49,7 +52,10 @@ def listed(ray_cluster: RayCluster, certificate: tuple[Path, Path]) -> Iterator[
 
 @pytest.fixture
 def unlisted_cluster(ray_cluster: RayCluster) -> Iterator[GuardedDashboard]:
-    """Yield a second proxy of the same cluster. The pool does not list this proxy's address."""
+    """Yield a proxy of the Ray dashboard.
+
+    The work pool of the tests does not list the proxy's address.
+    """
     with run_guarded_dashboard(ray_cluster.address) as dashboard:
         yield dashboard
 
@@ -60,7 +66,7 @@ def pool(
 ) -> Iterator[GangPool]:
     """Yield a pool that uses one Ray cluster, at the address of the proxy `listed`.
 
-    The environment of the host has Ray's token and the key that the proxy requires.
+    Two secrets are in the environment of the host: the token for Ray, and the key for the proxy.
     """
     cluster = {
         "address": listed.address,

@@ -25,8 +25,8 @@ from tests.support.supervised_components import is_alive, python, wait_until
 #: Program of a service. Muster restarts a service that dies. At its first start, this service also
 #: starts a child process.
 #:
-#: The service ignores SIGTERM, as a worker of Prefect does. After SIGTERM, the child process saves
-#: its state for a second, which is longer than the grace period of the service.
+#: The service ignores SIGTERM, as a worker of Prefect does. After SIGTERM, the child process needs
+#: one second to save its state. The grace period of the service is shorter.
 SERVICE = """
 import os, signal, sys, time
 directory = sys.argv[1]

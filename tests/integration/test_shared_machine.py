@@ -28,8 +28,8 @@ def shared() -> Iterator[Path]:
     The file has the name of the folder that Prefect's runner wants to create there.
     """
     with shared_folder() as directory:
-        # The attacker creates a file and no folder. A runner that belongs to root could use the
-        # folder of another user.
+        # The attacker creates a file, because a folder would not disturb the runner: the runner
+        # belongs to root in this test, and root can write to the folders of all users.
         attack("touch", directory / "runner_storage")
         yield directory
 
