@@ -106,9 +106,9 @@ def test_position_and_reason_are_reported_when_they_change(
 @pytest.mark.parametrize(
     ("state", "messages"),
     [
-        # A waiting run has the state Running, for example after a user changed the state. A run
-        # with the state Running is not in the queue. So the run's process sets the state
-        # PendingResources with a message.
+        # The waiting run has lost the state PendingResources, for example because a user changed
+        # the state. A run with the state Running is not in the queue. So the run's process sets the
+        # state PendingResources again, with a message.
         (State(type=StateType.RUNNING), ["waits for the GPUs of the run (`gang`)"]),
         (State(type=StateType.RUNNING, name="PendingResources"), []),
         (State(type=StateType.CANCELLING), []),

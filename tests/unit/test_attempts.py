@@ -55,12 +55,12 @@ def decide_without_jitter(
         (FULL, (), None, "requeued: INSUFFICIENT_RESOURCES, next try in 10 s"),
         (LATE, (), None, "requeued: START_TIMEOUT, next try in 10 s"),
         (FULL, (FULL,) * 500, None, "requeued: INSUFFICIENT_RESOURCES, next try in 100 s"),
-        # the spec allows two attempts that end because of too few free GPUs, so these attempts
-        # count
+        # the spec allows two attempts with the failure INSUFFICIENT_RESOURCES. Attempts with other
+        # failures do not count against this limit
         (FULL, (), 2, "requeued: INSUFFICIENT_RESOURCES, next try (2 of 2) in 10 s"),
         (FULL, (FULL,), 2, "final: INSUFFICIENT_RESOURCES, 2 of 2 attempts used"),
         (FULL, (LATE, NODE), 2, "requeued: INSUFFICIENT_RESOURCES, next try (2 of 2) in 10 s"),
-        # for other failure kinds, the spec limits the number of attempts to 3 or 1
+        # for NODE_LOST, the spec allows three attempts, and in the last case only one
         (NODE, (), 3, "retried: NODE_LOST, next try (2 of 3) in 10 s"),
         (NODE, (NODE,), 3, "retried: NODE_LOST, next try (3 of 3) in 20 s"),
         (NODE, (NODE, NODE), 3, "final: NODE_LOST, 3 of 3 attempts used"),
@@ -105,7 +105,8 @@ def test_decision_follows_from_the_failure_kinds_and_the_limit_of_attempts(
         ((FULL, LATE), 40),  # both failures mean that too few GPUs were free
         ((FULL, FULL, FULL), 80),
         ((FULL,) * 4, 100),  # the longest delay
-        # an attempt that started its components (NODE, None or FLEET) resets the delay to 10 s
+        # an attempt with the result NODE, None or FLEET has started its components. After such an
+        # attempt, the delay starts at 10 s again
         ((FULL,) * 4 + (NODE,), 10),
         ((FULL,) * 4 + (NODE, FULL), 20),
         ((FULL,) * 4 + (None,), 10),

@@ -201,8 +201,8 @@ def test_run_with_a_deleted_flow_run_ends(server: ScriptedServer) -> None:
         # A Prefect server whose database is being restored may give this answer a few times, so the
         # run continues.
         ("Flow run not found", 3),
-        # The answer comes from a proxy or from another program, not from the Prefect server. So the
-        # run continues.
+        # A proxy or another program gave this answer, not the Prefect server. The answer does not
+        # show that the flow run was deleted, so the run continues.
         ("Not Found", 20),
     ],
 )

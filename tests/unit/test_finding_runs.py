@@ -102,9 +102,10 @@ def records(muster_home: Path) -> Path:
         ("223", LIVE),
         # the name is the end of only one run id
         ("bbbb91c2", FAILED),
-        # only one run id contains the name
+        # only one run id contains the searched text
         ("bbcc", LIVE),
         ("20260101", OLD),
+        # `latest` stands for the newest run
         ("latest", LIVE),
     ],
 )
@@ -132,7 +133,7 @@ def test_complete_id_wins_over_longer_ids_with_the_same_beginning(muster_home: P
         # the text in the middle
         ("b", "big-trainer-sft-20260102-000000-cccccccc"),
         ("big", "big-trainer-sft-20260102-000000-cccccccc"),
-        # the searched text is in the middle of only one run's name
+        # only one run has a name that contains the searched text
         ("second", "trainer-second-sft-20260103-000000-bbbbbbbb"),
         ("er-sec", "trainer-second-sft-20260103-000000-bbbbbbbb"),
         # a run id ends with a random part. The searched text is the end of a run id, or the

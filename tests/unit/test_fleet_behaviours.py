@@ -348,8 +348,8 @@ async def test_trainer_reads_one_consistent_snapshot() -> None:
     assert [engine["epoch"] for engine in snapshot["engines"]] == [1, 2, 1]
     assert snapshot["epoch"] == training["epoch"]
     assert harness.fleet.snapshot()["training"]["epoch"] > training["epoch"]
-    # The commit says that engine 0 received the weights after its first start. But engine 0 has
-    # died since then, so engine 0 serves no requests after the commit.
+    # The commit says that engine 0 received the weights in epoch 1. But engine 0 has died in this
+    # epoch, so engine 0 serves no requests after the commit.
     harness.fleet.registry.commit(2, {0: 1, 1: 2, 2: 1})
     assert [group.index for group in harness.fleet.registry.view.serving] == [1, 2]
 

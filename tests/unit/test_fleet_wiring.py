@@ -348,8 +348,8 @@ def test_ray_job_gets_a_reachable_address_of_the_gateway() -> None:
             "rollout runs on the Ray cluster",
             "",
         ),
-        # The command of the trainer contains the addresses of engines, which are still unknown when
-        # the trainer starts.
+        # The command of the trainer contains the addresses of the engines. But Muster does not know
+        # these addresses when the trainer starts.
         (
             {"placement": "ray"},
             {"command": ["train", "${rollout.engines}"]},

@@ -117,7 +117,7 @@ def with_part(attempt: int, began: float, ended: float) -> History:
 
 
 def seeing(*devices: str | None, host: str = "n1") -> History:
-    """Return a copy of the history `ONE` in which the component saw other GPUs.
+    """Return a copy of the history `ONE`. In the copy, the component saw the given GPUs.
 
     Args:
         *devices: The GPUs that the component saw. A single None if the component reported no GPUs.
@@ -159,11 +159,14 @@ def test_histories_that_keep_the_rules_of_the_queue_have_no_fault(
             [replace(ONE, parts=[replace(ONE.parts[0], ended=7)])],
             "a component of r1 ran 2.00 s after its gang was given back",
         ),
-        # a run was admitted twice, or a component was started twice or without granted GPUs
+        # a run was admitted twice
         ([with_state(3, "PENDING", "Pending")], "r1 was admitted again 1.90 s after it had been"),
+        # a component was started twice
         ([with_part(1, 4.7, 4.8)], "attempt 1 of r1 ran twice: 101, 7"),
         ([with_part(2, 3, 4)], "r1 ran twice at once: 101, 7"),
+        # a component ran before its run was admitted
         ([with_part(2, 0.5, 0.6)], "(pid 7) ran without a gang"),
+        # a run has completed, but its component has not ended
         (
             [replace(ONE, parts=[replace(ONE.parts[0], ended=None)])],
             "r1 completed, and its component (pid 101) never ended",

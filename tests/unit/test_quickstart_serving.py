@@ -128,7 +128,7 @@ def test_stream_is_refused(server: InferenceServer, path: str) -> None:
 @pytest.mark.parametrize(
     ("body", "complaint"),
     [
-        # A request that is not JSON, or no JSON object, is refused.
+        # The body of a request must be a JSON object.
         (b"{", "not JSON"),
         ([], "not a JSON object"),
         # A request without a prompt, or with tokens outside the vocabulary, is refused.

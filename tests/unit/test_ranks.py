@@ -305,8 +305,8 @@ def test_error_of_a_later_rank_is_the_cause_if_it_did_not_lose_the_rank_that_end
 
 
 def test_exit_code_of_first_rank_is_not_a_time_out_of_the_other_rank() -> None:
-    # Rank 0, which failed later, uses torchrun's decorator `record`. So torchrun reports rank 0 as
-    # the root cause, and writes the error of rank 0 into the error file.
+    # Rank 1 ended first, and then rank 0 failed. Rank 0 uses torchrun's decorator `record`. So
+    # torchrun reports rank 0 as the root cause, and writes the error of rank 0 into the error file.
     text = (RECORDED / "torchrun-record-exit-3.txt").read_text()
     error = traceback_of(LOST_RANK[0])
 

@@ -112,7 +112,7 @@ def test_gateway_with_a_token_accepts_the_token_on_loopback() -> None:
         ({"Host": "evil.example:8000"}, False),  # an attack by DNS rebinding
         ({"Host": "127.0.0.1:8000.evil.example"}, False),
         ({"Host": "127.0.0.1:9000"}, False),  # another program's port
-        ({"Host": "0.0.0.0:8000"}, False),  # also an address of this machine
+        ({"Host": "0.0.0.0:8000"}, False),  # not a loopback address
         ({"Host": "evil@127.0.0.1:8000"}, False),
         ({"Host": ""}, False),
         ({"Host": "[127.0.0.1"}, False),  # malformed

@@ -78,7 +78,7 @@ def faults_of(root: Path, component: dict[str, Any], **keys: object) -> list[Fau
         ["python", "-m", "lib.jobs.none"],  # lib/jobs has no __init__.py
         ["python", "-m", "lib.fast"],
         ["python", "-m", "lib"],
-        ["python", "-m", "plain.none"],  # a library may have the same name as a plain folder
+        ["python", "-m", "plain.none"],  # a library named `plain` may have this module
         ["python", "-m", "trian"],
         ["python", "-Im", "lib.none"],  # Python does not search in the working directory
         ["python", "-m", "${run.dir}"],

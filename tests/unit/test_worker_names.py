@@ -53,11 +53,12 @@ class Cluster:
         When a worker synchronises, it detects another living worker of the same name and work pool.
 
         Args:
-            script: Letters of the workers, in the order in which they synchronise.
+            script: One letter for each synchronisation, in order. With "aab", worker a synchronises
+                twice, and then worker b synchronises once.
 
         Returns:
-            For each letter of `script`, the process of the other worker. An empty string if the
-            worker with this letter detected no other worker.
+            One text for each synchronisation: the process of the other worker that was detected,
+            or an empty string if no other worker was detected.
         """
         return [
             asyncio.run(self._workers[letter].find_other(self.client))  # type: ignore[arg-type]
