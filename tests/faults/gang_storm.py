@@ -57,9 +57,11 @@ from tests.support.ray_cluster import RAY_ENV, RayCluster
 
 #: Time limit per run, in seconds. A flow process needs about 3 s of a CPU core.
 _SECONDS_A_RUN = 15.0
-#: Seconds that are added to the time limit of all runs together.
+#: Seconds that are added once to the sum of the time limits of the runs. All runs must end within
+#: this total.
 _ONE_MORE_S = 120.0
-#: Seconds after the end of the runs within which their processes and files must be gone.
+#: Time limit in seconds. After all runs have ended, their processes and files must be gone within
+#: this time.
 _LEFT_WITHIN_S = 30.0
 #: Time within which Ray must place an admitted run. Ray notices freed GPUs in less than a second.
 _RAY_ROOM_WITHIN_S = 3.0
@@ -119,9 +121,8 @@ class StormVariant:
     #: Mapping from the flow run id of a cancelled run to its allowed final states. All other runs
     #: must complete.
     may_end: dict[str, frozenset[str]] = field(default_factory=dict)
-    #: Allowed deviation from the order of submission, in seconds. A run that fits on the free GPUs
-    #: may start up to this many seconds after a run that was submitted later. A busy machine needs
-    #: this time between the grant and the state PENDING.
+    #: Number of seconds that a run may start later than a run behind it in the queue. The number is
+    #: large because, on a busy machine, a run may start long after its GPUs were granted.
     late_s: float = 20.0
     #: Descriptions of the injected faults.
     done: list[str] = field(default_factory=list)
@@ -134,7 +135,7 @@ class StormVariant:
                 1.
         """
         for number in range(self.runs):
-            # Only Ray can place one run on several nodes.
+            # `hosts` is empty if the runs use Ray. Only Ray can place one run on several nodes.
             nodes = 1 if self.hosts else self.random.choice((1, 1, 2))
             gpus = self.random.randint(1, 8)
             lasts_s = self.random.uniform(0.3, 2.5)
@@ -198,9 +199,9 @@ def nothing(storm: StormVariant) -> None:
 
 def kill_worker(storm: StormVariant) -> None:
     """Three times, kill a random worker and start it again."""
-    # A run whose GPUs were granted on this host must wait until the host has a worker again.
-    # Meanwhile, later runs may start on other hosts. So the check of the start order must allow a
-    # long delay.
+    # A run whose GPUs were granted on a host without a worker waits until the host has a worker
+    # again. Meanwhile, runs behind this run in the queue may start on other hosts. `late_s` is
+    # the longest delay of the waiting run that the check of the start order accepts.
     storm.late_s = 60.0
     moments = [_granted, _pending, None]
     for number in range(_KILLS):
@@ -425,8 +426,9 @@ def run_variant(name: str, runs: int, seed: int, directory: Path) -> list[str]:
     began = time.monotonic()
     with gang_pool(directory, nodes=_NODES) as pool, _hosts(pool) as hosts:
         storm = StormVariant(pool=pool, hosts=hosts, random=Random(f"{seed} {name}"), runs=runs)
-        # Draw all specs before the faults begin, so that the specs depend only on the seed. The
-        # faults draw from the same random generator, and not at the same time in each run.
+        # Draw all specs before the faults begin. The faults use the same random generator, at times
+        # that depend on the speed of the machine. So specs that are drawn later would not depend
+        # only on the seed.
         specs = list(storm.specs(failing_share=0.3 if name == "requeues" else 0.0))
         with storm.submitting(iter(specs)):
             _VARIANTS[name](storm)

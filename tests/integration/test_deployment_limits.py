@@ -31,7 +31,7 @@ LEASES_IN_MEMORY = {
 #: Name of the server setting that contains the address of the database. The fixture `pool` sets the
 #: address.
 DATABASE = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
-#: Settings that make the server use PostgreSQL, and keep its concurrency leases in memory.
+#: Settings of a server that uses PostgreSQL. The server keeps its concurrency leases in memory.
 WITH_POSTGRESQL = {**LEASES_IN_MEMORY, DATABASE: "postgresql"}
 
 
@@ -95,9 +95,9 @@ def find_waiting_message(run: Run) -> str:
 def test_run_completes_after_its_deployments_lease_is_lost(pool: GangPool) -> None:
     limit_deployment(pool)
     pool.start_worker()
-    # The restart of the server deletes the run's lease of the concurrency limit. After 225 s,
-    # Prefect's own engine would fail to renew this lease, and end the run. So the run of this test
-    # takes longer than 225 s.
+    # The restart of the server deletes the run's lease of the concurrency limit. Without Muster's
+    # change of Prefect's engine, the engine would try to renew this lease after 225 s, fail, and
+    # end the run. So the run of this test takes longer than 225 s.
     run = pool.submit(pool.spec(lasts_s=260.0))
     next_run = pool.submit(pool.spec(lasts_s=0.2))
     wait_for(lambda: run.state()[0] == "RUNNING", "the first run is running", WITHIN_S)
@@ -123,9 +123,9 @@ def test_run_completes_after_its_deployments_lease_is_lost(pool: GangPool) -> No
 def test_run_is_cancelled_in_order_after_its_deployments_lease_is_lost(pool: GangPool) -> None:
     limit_deployment(pool)
     pool.start_worker()
-    # The restart of the server deletes the run's lease of the concurrency limit. After 225 s,
-    # Prefect's own engine would fail to renew this lease, and end the run. So the run of this test
-    # takes longer than 225 s.
+    # The restart of the server deletes the run's lease of the concurrency limit. Without Muster's
+    # change of Prefect's engine, the engine would try to renew this lease after 225 s, fail, and
+    # end the run. So the run of this test takes longer than 225 s.
     run = pool.submit(pool.spec(lasts_s=900.0))
     wait_for(lambda: run.state()[0] == "RUNNING", "the run is running", WITHIN_S)
     [start] = [line["at"] for line in wait_for(lambda: pool.read_lines_of(run), "it starts")][:1]

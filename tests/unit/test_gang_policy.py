@@ -100,7 +100,8 @@ def reason(why: Why, *waits_for: str, in_s: float | None = None, tag: str = "") 
 class Case:
     line: Sequence[Waiting]
     gangs: Sequence[Held] = ()
-    #: Mapping from each admitted gang to the letters of its nodes, in the order of admission.
+    #: Mapping from each admitted gang to the letters of its nodes. The gangs are in the order of
+    #: their admission.
     admitted: Mapping[str, str] = field(default_factory=dict)
     #: Mapping from each waiting gang to the complete reason, or only to the kind of reason.
     reasons: Mapping[str, Reason | Why] = field(default_factory=dict)
@@ -174,7 +175,8 @@ def check(case: Case, policy: Policy) -> None:
             {"w2": GPUS},
             nodes=cluster(8, cpus=11),
         ),
-        # each of the three running gangs uses 0.1 CPUs, so the waiting gang gets the other 0.7 CPUs
+        # the node has one CPU, and the three running gangs use 0.1 CPUs each, so the waiting gang
+        # gets the free 0.7 CPUs
         Case(
             [waits(1, 1, cpus=0.7)],
             [held(f"h{i}", a=1, cpus=0.1) for i in range(3)],
@@ -253,8 +255,8 @@ def check(case: Case, policy: Policy) -> None:
         # as possible
         Case([waits(1, 8, 2, avoid="abc")], [], {"w1": "ad"}, nodes=cluster(8, 8, 8, 8)),
         Case([waits(1, 8, avoid="ab")], [held("h", a=1)], {"w1": "b"}),
-        # the gang `h` holds GPUs on a node that has disappeared, so all GPUs of the other nodes are
-        # free
+        # the gang `h` holds GPUs only on node z, which has disappeared. So all GPUs of nodes a and
+        # b are free
         Case([waits(1, 8, 2)], [held("h", z=8)], {"w1": "ab"}),
         # without nodes every gang waits
         Case([waits(1, 1)], [held("h", a=1)], {}, {"w1": GPUS}, nodes=(), free={}),
@@ -325,7 +327,7 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {"w1": GPUS, "w4": BEHIND},
         ),
         # w1 will start at 100 s, and will leave two GPUs of node b unused. w2 takes these two GPUs.
-        # w3 and w4 would still run at 100 s, and would delay w1
+        # If w3 or w4 started now, it would still run at 100 s, and would delay w1
         Case(
             [waits(1, 6, 2), waits(2, 2), waits(3, 2), waits(4, 1)],
             [held("h1", 100, a=8), held("h2", 100, b=4)],
@@ -340,10 +342,10 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {"w2": "b", "w3": "b"},
             {"w1": GPUS},
         ),
-        # w1 will start at 100 s, with all GPUs of node a. Each other gang tries only the fullest
-        # node that has enough free GPUs. w2 tries node a and would delay w1, so w2 waits. w3 ends
-        # before 100 s, so w3 starts on node a. Then only one GPU of node a is free, so w4 starts on
-        # node b
+        # w1 will start at 100 s, with all GPUs of node a. w2, w3 and w4 each try only the fullest
+        # node that has enough free GPUs. For w2 and w3, this is node a. w2 would still run at 100 s
+        # and delay w1, so w2 waits. w3 ends before 100 s, so w3 starts. Then only one GPU of node a
+        # is free, so w4 starts on node b
         Case(
             [waits(1, 8), waits(2, 2), waits(3, 2, for_s=50), waits(4, 2)],
             [held("h1", 100, a=5), held("h2", 5000, b=4)],

@@ -85,7 +85,7 @@ class PoolServer:
         # The pool does not list this machine yet, so the machine is added with all its GPUs.
         ("0-3", (), {HERE: 4}),
         ("0-3", (TableNode(name="other", gpus=8),), {"other": 8, HERE: 4}),
-        # An operator has set another number of GPUs for this machine, and this number is kept.
+        # The pool already lists this machine with a number of GPUs, and this number is kept.
         ("0-3", (TableNode(name=HERE, gpus=2),), {HERE: 2}),
         ("0-3", (TableNode(name=HERE, gpus=0),), {HERE: 0}),
         ("", (), {}),
