@@ -33,7 +33,8 @@ NAMES = ("api", "trainer", "environment")
 _DEADLINE_S = 60.0
 _PART = Path(__file__).with_name("part.py")
 _MARKED = Path(__file__).with_name("marked.sh")
-#: Suffix of a file name. A component that only sleeps creates this file when it has started.
+#: Suffix of a file name. A component that only sleeps creates a file with this suffix when it has
+#: started.
 _MARK = ".up"
 #: Environment variable with which tests/conftest.py finds leftover processes of a test.
 _TEST_SESSION = "MUSTER_TEST_SESSION"
@@ -107,12 +108,15 @@ def await_sleepers(place: Path, count: int, limit_s: float = 300.0) -> None:
 
 
 def recorded_ns(place: Path, name: str, event: str) -> int | None:
-    """Return the number that a component has recorded for an event, or None if there is none.
+    """Return the number in a file of a component, or None if the file does not exist.
+
+    The number is the time of an event, or the process id of the component.
 
     Args:
         place: Folder of the component's files.
         name: Name of the component.
-        event: "began", "ready" or "sigterm" for a time in nanoseconds, "pid" for the process id.
+        event: "began", "ready" or "sigterm" for the time of this event in nanoseconds. "pid" for
+            the process id.
     """
     try:
         return int((place / f"{name}.{event}").read_text())

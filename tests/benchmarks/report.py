@@ -32,8 +32,8 @@ class Row:
 
     #: Name of the program or method, used as the title of the row.
     way: str
-    #: Samples in the unit `unit`, in the order in which they were taken. Computed values are
-    #: quantiles of the distribution instead of samples.
+    #: Samples in the unit `unit`, in the order in which they were taken. If `how` is "computed",
+    #: calculated values instead of samples.
     values: Sequence[float]
     #: Unit of the values.
     unit: str = "ms"
@@ -79,7 +79,7 @@ class Row:
 class Missing:
     """A program that was not measured, because this machine lacks a required program or package."""
 
-    #: Title that the program's row would have in the table of results.
+    #: Name of the program that was not measured.
     way: str
     #: Name of the missing program or package, with an instruction to install it.
     why: str

@@ -41,7 +41,7 @@ _CLASS = "SubprocessWatchdog"
 class Source:
     """Source file of the class SubprocessWatchdog."""
 
-    #: Path of SGLang's source file with the class.
+    #: Path of the source file.
     path: Path
     #: Version of SGLang.
     version: str
