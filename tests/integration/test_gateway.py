@@ -423,8 +423,8 @@ async def test_slow_client_slows_its_server_instead_of_filling_a_buffer() -> Non
         async with setup.ask("/large?bytes=200000000", method="GET") as answer:
             await answer.content.readexactly(1)
             sent_before = -1
-            # Wait until the server stops sending, because all buffers between the client and the
-            # server are full.
+            # Wait until all buffers between the client and the server are full, so that the server
+            # stops sending.
             while counts.bytes_sent != sent_before:
                 sent_before = counts.bytes_sent
                 for _ in range(20):
@@ -490,7 +490,8 @@ async def test_only_responses_to_generation_requests_are_counted() -> None:
 
         setup.servers[0].misbehave(kind="step")
         async with setup.ask(json={"stream": True, "max_tokens": 3}) as answer:
-            # Only the head of the response has arrived. A head does not count as a token.
+            # The five tokens are from the requests above. The head of the new response has
+            # arrived, but a head does not count as a token.
             assert setup.fleet.tokens == {(0, 1): 5}
             for count in range(3):
                 setup.servers[0].step()

@@ -55,7 +55,8 @@ def collect_evidence(history: str, threshold: int = 3) -> Evidence:
         ("nn", 3, "suspect"),
         ("nnn", 3, "sick"),
         ("sss", 3, "silent"),
-        # the last failure decides: "silent" after no answer (`s`), "sick" after a bad answer (`n`)
+        # the verdict is "silent" if the last failure is a missing answer (`s`), and "sick" if the
+        # last failure is a bad answer (`n`)
         ("nns", 3, "silent"),
         ("ssn", 3, "sick"),
         # after a successful probe (`y`), the count of bad answers (`n`) begins again at zero
@@ -67,13 +68,12 @@ def collect_evidence(history: str, threshold: int = 3) -> Evidence:
         ("rrn", 3, "sick"),
         ("rns", 3, "silent"),
         ("nrs", 3, "silent"),
-        # a failed request (`r`) is not counted if the number of failures would then reach the
+        # a failed request (`r`) is not counted if it would raise the number of failures to the
         # threshold
         ("rrrrrrrrr", 3, "suspect"),
         ("rrrrrrrrr", 1, "well"),
         ("nnrrrrr", 3, "suspect"),
-        # a probe without an answer does not count as a failure if a request got tokens meanwhile
-        # (`x`)
+        # `x` is no failure: the probe got no answer, but a request got tokens during the probe
         ("xxxxx", 3, "well"),
         ("ssx", 3, "suspect"),
         # a probe with a bad answer counts as a failure, even if a request got tokens meanwhile

@@ -42,7 +42,7 @@ class Gateway(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
 
     def respond(self, method: str, path: str, *responses: tuple[int, dict[str, Any]]) -> None:
-        """Prepare the responses to requests with this method and path, in their order."""
+        """Prepare the responses to requests with this method and path, in the order of requests."""
         self.responses[method, path] = list(responses)
 
     def respond_to_broadcasts(self, *statuses: tuple[int | None, int | None]) -> None:

@@ -284,7 +284,7 @@ def test_local_servers_see_the_gpus_of_their_ranks(
 @pytest.mark.parametrize(
     ("kind", "devices", "expected"),
     [
-        # Each vendor's GPUs are selected by its own environment variables.
+        # The names of the environment variables that select GPUs depend on the vendor of the GPUs.
         (
             "amd",
             ("4", "5"),
@@ -409,7 +409,7 @@ def test_probes_of_a_command_come_from_its_spec(
 
 
 def slot(rank: int, **changes: Any) -> ServerSlot:
-    """Return the plan of a server of engine 0. The server updates the weights of one rank."""
+    """Return the plan of a server of engine 0. The server has only the GPU with this rank."""
     defaults: dict[str, Any] = {
         "ranks": (rank,),
         "engine": 0,
