@@ -230,8 +230,8 @@ def _set_up_pipelines(host_env: HostEnvironment) -> None:
         "pull_steps": [set_directory_step],
     }
     send_request("POST", f"{host_env.api}/deployments/", deployment)
-    # Pipelines use this deployment to create the runs of their steps. The file prefect.yaml
-    # contains a deployment with the same name.
+    # Pipelines use the deployment `train/any` to create the runs of their steps. Outside of the
+    # tests, prefect.yaml defines this deployment.
     step_deployment = {
         "name": "any",
         "flow_id": host_env.post("/flows/", name="train")["id"],

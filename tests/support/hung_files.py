@@ -40,7 +40,8 @@ class HangingFolder:
 def hanging_folder(path: Path) -> Iterator[HangingFolder]:
     """Mount a file system in memory at a path that does not exist yet, and yield it.
 
-    When the context ends, all blocked calls fail, and the file system is unmounted.
+    A test can block all calls to the file system, see `HangingFolder`. When the context ends, all
+    blocked calls fail, and the file system is unmounted.
 
     Raises:
         OSError: This user may not mount a file system.

@@ -10,7 +10,7 @@ import httpx
 
 #: Time limit of one request, in seconds. With SQLite, Prefect 3.8 delays a write by up to 60 s.
 _REQUEST_TIMEOUT_S = 90.0
-#: A failed request is repeated until this time has passed since its first try, in seconds.
+#: Time limit for repeating a failed request, in seconds since the first try.
 _RETRY_WITHIN_S = 180.0
 #: Pause before a request is repeated, in seconds.
 _RETRY_DELAY_S = 0.2

@@ -27,7 +27,10 @@ API = "http://127.0.0.1:9/api"
 
 
 class Server:
-    """Fake Prefect server with the workers, `reconcile` deployments and runs of some hosts."""
+    """Fake Prefect server that knows some hosts.
+
+    A host may have workers, runs, and a deployment with the name `reconcile/HOST`.
+    """
 
     def __init__(self) -> None:
         self.workers: dict[str, list[tuple[str, float]]] = {}

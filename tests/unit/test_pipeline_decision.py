@@ -76,7 +76,8 @@ B_CANCELLED = run("b", 1, CANCELLED, 20)
         ([A_DONE], 0, Begin(stage="b", number=1)),
         ([A_DONE], 99, Begin(stage="b", number=1)),
         ([A_DONE, run("b", 1, DONE, 20)], 0, None),
-        # the stage failed after the last start of the pipeline, so the pipeline ends
+        # a failed or cancelled stage is run again only if a user starts the pipeline after the end
+        # of the stage. No user has done so here, so the pipeline ends
         ([A_FAILED], 0, A_FAILED),
         ([A_DONE, B_FAILED], 19.9, B_FAILED),
         ([A_DONE, B_FAILED], 20, B_FAILED),
@@ -274,10 +275,11 @@ def test_failed_points_do_not_stop_a_matrix_that_continues() -> None:
         ([(0, False), (1, False), (2, False)], 0),
         # the pipeline failed at 9 s, and a user retried it at 20 s
         ([(0, False), (2, False), (9, True), (20, False), (21, False)], 20),
-        # the pipeline failed twice, and a user retried it each time: the last retry counts
+        # the pipeline failed twice, and a user retried it each time: the result is the time of the
+        # last retry
         ([(0, False), (9, True), (20, False), (29, True), (40, False), (41, False)], 40),
-        # `muster reconcile` scheduled the lost pipeline again at 30 s. Only requests of users
-        # count, so the result is 0 s, the time of the submission by a user
+        # a user submitted the pipeline at 0 s, and `muster reconcile` scheduled the lost pipeline
+        # again at 30 s: only requests of users count, so the result is 0 s
         ([(0, False), (2, False), (30, False), (31, False)], 0),
         # the order of the states does not matter
         ([(20, False), (0, False), (9, True)], 20),

@@ -691,7 +691,8 @@ def test_pipeline_with_valid_stored_code_begins_outside_of_a_project(
     ("decide_s", "expected_s"),
     [
         (0.05, 2.0),
-        (0.5, 5.0),  # a pipeline with hundreds of runs
+        # a check takes 0.5 s, for example if the pipeline has hundreds of runs: the wait is 5 s
+        (0.5, 5.0),
         (60.0, 20.0),
     ],
 )
