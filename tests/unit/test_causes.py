@@ -361,8 +361,8 @@ def test_survived_errors_are_not_a_cause(path: Path) -> None:
         ("configuration-assert", "child-failed"),
         ("storage", "peer-gone"),
         ("port-conflict", "rendezvous-timeout"),
-        # The log contains only two consequences of an unknown failure. The first rule of each pair
-        # is more specific, so this rule is reported.
+        # The log contains two error messages. Both are only consequences of an unknown failure. In
+        # each pair, the first rule matches the more specific message, so this rule is reported.
         ("collective-timeout", "child-failed"),
         ("sigkill", "engine-died"),
         ("collective-timeout", "absurd-request"),

@@ -33,8 +33,8 @@ for line in sys.stdin:
         print("reaped", flush=True)
 """
 
-#: Tuples of shell code, exit code and signal of the shell that runs the code. Either the exit code
-#: or the signal is None.
+#: Tuples of three values: code that a shell runs, the exit code of this shell, and the signal that
+#: ends this shell. Either the exit code or the signal is None.
 ENDS = [
     ("exit 42", 42, None),
     ("exit 0", 0, None),

@@ -290,7 +290,8 @@ def pace() -> Iterator[Callable[..., Pace]]:
         ([(0, 5), (10, 15)], 110, 0.1),
         # the last step of the run is reached, so the rate stays the same afterwards
         ([(0, 80), (10, 100)], 500, 2.0),
-        # the training returns to step 40 (a checkpoint), so only the steps after the return count
+        # at 20 s, the training goes back to the checkpoint of step 40, so the steps that were
+        # reported before 20 s are ignored
         ([(0, 50), (10, 60), (20, 40), (30, 50)], 30, 1.0),
         # the same step is reported twice, which is no progress, so the rate is unknown
         ([(0, 5), (10, 5)], 10, None),

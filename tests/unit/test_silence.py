@@ -9,7 +9,7 @@ import pytest
 from tasks.processes.progress import Silence
 from tasks.record.log_file import HeldLog
 
-#: Log lines that vLLM, uvicorn and slime's servers write every few seconds, even if they are idle.
+#: Log lines that even an idle server of vLLM, uvicorn or slime writes every few seconds.
 POLLED = [
     'INFO:     127.0.0.1:{i} - "GET /health HTTP/1.1" 200 OK\n',
     "(APIServer pid=812) INFO 11-23 15:{i:02}:00 [loggers.py:123] Engine 000: Avg prompt "
@@ -30,7 +30,8 @@ class Watched:
     def write(self, text: str, *, step: float | None = None) -> float:
         """Let ten seconds pass, add a text to the log, and return the seconds of silence.
 
-        The silence is the time since the last training step or the last new log line.
+        The silence is the time since the last new training step. Before the first step, a new log
+        line also ends the silence.
         """
         self.now += 10
         with self.log.open("a") as f:

@@ -146,9 +146,10 @@ def test_process_that_executes_another_program_is_killed(
     reads = 0
 
     def read_twice(pid: int) -> dict[str, str]:
-        """Return the environment of a process. The environment of `process` can be read only twice.
+        """Return the environment of a process.
 
-        After these two reads, `process` seems to execute a program with an empty environment.
+        For the process that the test has started, the third read and all later reads return an
+        empty environment, as if this process had executed another program.
         """
         nonlocal reads
         if pid != process.pid:
@@ -170,8 +171,9 @@ def test_process_that_executes_another_program_is_killed(
 def test_endless_new_processes_are_reported_as_leftover() -> None:
     new_pids = iter(range(1 << 30, 1 << 31))
 
-    # Each search finds another process, which has already ended. After the last search, further
-    # processes may appear, so the process of this search is reported as leftover.
+    # Each search finds another process, which has already ended. At the time limit, `end_all`
+    # searches a last time. More processes may still appear, so `end_all` reports the process that
+    # the last search finds as leftover.
     ended, left = end_all(lambda: {(next(new_pids), 1)}, within_s=0.2)
 
     assert len(left) == 1
