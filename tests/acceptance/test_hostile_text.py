@@ -144,7 +144,7 @@ def test_commands_show_hostile_text_completely_and_harmlessly(home: Path, column
     assert_harmless(terminal)
     outputs = split_output(terminal)
     assert set(outputs) == {"ls", "show", "why", "explain", "overview"}
-    # The command `ls` shortens the message of the run, and no other value.
+    # In the output of `ls`, only the message of the run is shortened.
     assert RUN_ID in outputs["ls"] and "failed3h12min" in outputs["ls"]
     assert "UNKNOWN:[/__w/x/" in outputs["ls"]
     for last_line in ("show", "why", "explain"):

@@ -62,7 +62,7 @@ def read_ignored_signals(pid: int) -> set[int]:
 
 @pytest.fixture
 def stop(tmp_path: Path) -> Path:
-    """Return the path of a missing file. The trainer ends as soon as this file exists."""
+    """Return the path of a file that a test can create. The file makes the trainer end."""
     return tmp_path / "stop"
 
 

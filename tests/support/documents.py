@@ -15,7 +15,7 @@ _FENCE = re.compile(r"^(?P<indent> *)(?P<fence>```+)(?P<info>[^`]*)$")
 _HEADING = re.compile(r"^(#{1,6}) (.*)$")
 _LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^()\s]+(?:\([^()]*\))?)(?:\s+\"[^\"]*\")?\)")
 _CODE = re.compile(r"(`+)(.+?)\1")
-#: Matches each character of a heading that GitHub leaves out of the heading's anchor.
+#: Matches each character that GitHub removes from a heading to make the heading's anchor.
 _NOT_IN_ANCHORS = re.compile(r"[^\w\- ]")
 
 

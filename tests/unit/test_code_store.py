@@ -61,7 +61,10 @@ def project(tmp_path: Path) -> Path:
 
 
 def files_in(place: Path) -> dict[str, str]:
-    """Return a mapping from relative path to the text of the file, or to `-> TARGET` of a link."""
+    """Return a mapping from the relative path of each file in a folder to the text of the file.
+
+    For a link, the mapping contains `-> TARGET` instead of a text.
+    """
     contents = {}
     for folder, folders, names in os.walk(place):
         for path in (Path(folder, name) for name in (*folders, *names)):

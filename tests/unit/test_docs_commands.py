@@ -59,8 +59,8 @@ def test_commands_within_sentences_exist(document: Document) -> None:
             if target not in make_targets():
                 wrong.append(f"line {line}: there is no `make {target}`")
         if code.startswith("muster "):
-            # A text may mention a command of `muster` without any arguments. So a missing argument
-            # is an error only if the text contains an option.
+            # A sentence may contain only the name of a command of `muster`. Then missing arguments
+            # are no error. A command with an option (`--`) must be complete.
             complaint = find_command_error(code)
             if complaint and not ("--" not in code and "requires an argument" in complaint):
                 wrong.append(f"line {line}: {complaint}")

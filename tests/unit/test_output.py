@@ -257,8 +257,8 @@ def test_only_one_module_makes_consoles_or_turns_text_into_markup() -> None:
     }
 
     risky = {path: calls for path, calls in calls_by_path.items() if calls}
-    # Besides output.py, only two modules may create a console. Each of these two consoles must be a
-    # `SafeConsole` that writes into memory.
+    # Besides output.py, only two modules may create consoles. Each of these modules may create only
+    # one console, a `SafeConsole` that writes into memory.
     in_memory = {"tasks/show/markdown_output.py", "tasks/show/screen.py"}
     assert set(risky) == {"tasks/show/output.py", *in_memory}
     for path in in_memory:

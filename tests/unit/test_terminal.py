@@ -319,8 +319,8 @@ def test_failure_to_draw_the_region_leaves_plain_lines(
 def tty() -> Iterator[Out]:
     """Return a fake terminal. A log handler already writes to this terminal.
 
-    The test itself must set `sys.stderr` to the terminal, because pytest replaces `sys.stderr`
-    after the fixtures.
+    The test itself must set `sys.stderr` to the terminal. A fixture cannot do so, because pytest
+    replaces `sys.stderr` between the setup of the fixtures and the test.
     """
     out = Out()
     handler = logging.StreamHandler(out)
