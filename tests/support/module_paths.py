@@ -29,13 +29,11 @@ from prefect.client.schemas.objects import State, StateType
 #: If a function gets an argument of one of these classes, the module of the function is on the path
 #: from the spec to the start of the program (`ModulePaths.to_exec`).
 SPEC = frozenset({"RunSpec", "Component", "AttemptPlan", "ComponentPlan", "Command"})
-#: Names of the data classes that Muster uses after the end of a program. If a function gets an
-#: argument of one of these classes, the module of the function is on the path from the end of the
-#: program to the final state of the flow run (`ModulePaths.to_state`).
+#: Names of the data classes that Muster uses after the end of a program. `ModulePaths.to_state`
+#: lists each module with a function that gets an argument of one of these classes.
 DEATH = frozenset({"Exit", "Decision", "Failure", "Verdict"})
-#: Names of the data classes that Muster uses while a flow run waits for GPUs. If a function gets an
-#: argument of one of these classes, the module of the function is on the path from the queue to the
-#: GPUs (`ModulePaths.to_gpus`).
+#: Names of the data classes that Muster uses while a flow run waits for GPUs. `ModulePaths.to_gpus`
+#: lists each module with a function that gets an argument of one of these classes.
 WAIT = frozenset(
     {
         "FlowRun",
@@ -55,7 +53,7 @@ WAIT = frozenset(
     }
 )
 
-#: Beginnings of file names in `tasks/`. Calls of functions in these files are not recorded.
+#: Beginnings of file names in `tasks/`. The modules in these files are not recorded.
 _EXCLUDED = ("show/", "spec/secrets.py")
 
 #: Spec of the run that is traced. Its program fails.
@@ -67,11 +65,11 @@ _RUN = {
 
 
 class ModulePaths:
-    """The modules that are called on each of three paths through Muster.
+    """Three lists of modules: one list for each of three paths through Muster's code.
 
-    The first path leads from a spec to the start of its program. The second path leads from the end
-    of the program to the state of the flow run. The third path leads from a waiting flow run to the
-    GPUs of its process.
+    - `to_exec`: from a spec to the start of its program.
+    - `to_state`: from the end of the program to the final state of the flow run.
+    - `to_gpus`: from a waiting flow run to the assignment of GPUs to its process.
 
     Each attribute maps the file of a module to the function that was called first in the module.
     The modules are in the order of their first call.
@@ -81,11 +79,11 @@ class ModulePaths:
         #: Modules on the path from a spec to the start of a program: mapping from the file of each
         #: module to the first called function of the module.
         self.to_exec: dict[str, str] = {}
-        #: Modules on the path from the end of a program to the final state of the flow run: mapping
-        #: from the file of each module to the first called function of the module.
+        #: Modules that are called between the end of a program and the final state of the flow run.
+        #: Each key is the file of a module. Each value is the first called function of this module.
         self.to_state: dict[str, str] = {}
-        #: Modules on the path from a waiting flow run to the GPUs of its process: mapping from the
-        #: file of each module to the first called function of the module.
+        #: Modules that are called while a flow run waits for GPUs, until its process gets the GPUs.
+        #: Each key is the file of a module. Each value is the first called function of this module.
         self.to_gpus: dict[str, str] = {}
         #: True after the program of the traced run has started.
         self._has_started = False
@@ -125,12 +123,12 @@ class ModulePaths:
 
         if path.endswith("guarded.py") and code.co_name == "launch":
             # `launch` lets the guardian process start the program. The guardian process is not
-            # traced, so the module of the guardian is added here.
+            # traced, so this code adds the guardian's module to `to_exec`.
             self._has_started = True
             self.to_exec["processes/guardian.py"] = "spawn(order: Order)"
 
     def begin_wait(self) -> None:
-        """From now on, record the modules of called functions in `to_gpus`."""
+        """Let `observe` record the modules in `to_gpus` from now on."""
         self._traces_wait = True
 
 
@@ -215,7 +213,7 @@ def trace_wait(ways: ModulePaths) -> None:
 
 
 def main() -> None:
-    """Print the modules that start a program, handle its end, and give GPUs to a waiting run."""
+    """Print three lists of modules: one list for each path that `ModulePaths` describes."""
     ways = trace_run()
     trace_wait(ways)
     for title, modules in (
