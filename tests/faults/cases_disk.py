@@ -97,8 +97,8 @@ def _prepare_registry_on_small_disk(fault_run: FaultRun) -> None:
 def _check_component_was_not_started(fault_run: FaultRun) -> None:
     """Check that the component was not started.
 
-    The full disk has no room for the component's registry entry. Muster must not start a component
-    without a registry entry, because `muster reconcile` could not find this component.
+    The full disk has no room for the component's registry entry. `muster reconcile` finds
+    components by their registry entries, so Muster must not start a component without an entry.
     """
     assert fault_run.observed_flow.list_events("component.spawned", fault_run.phase.starting) == []
     _check_record_is_closed_later(fault_run)

@@ -45,8 +45,8 @@ TRAINER = "tests/faults/llm_trainer.py"
 #: Largest allowed difference, in nats, between the log-probabilities of an engine and of the
 #: trainer.
 TOLERANCE = 1e-3
-#: Learning rate. The rate is lower than the default, so that the model still learns when the last
-#: fault is injected.
+#: Learning rate. With the default rate, which is higher, the model would finish its learning before
+#: the last fault is injected.
 LEARNING_RATE = 0.0006
 #: Time limit, in seconds, on the start of an engine on a busy machine.
 BACK_WITHIN_S = 600.0

@@ -44,7 +44,7 @@ from tests.support.supervised_components import becomes_true, processes_with
 ROOT = Path(__file__).resolve().parents[2]
 #: Time limit, in seconds, on the start of a run, and on its end after the fault.
 _BEGIN_WITHIN_S = 120.0
-#: Seconds after the end of a run within which its record must be correct.
+#: Time limit, in seconds, from the end of a run until its record must be correct.
 _TRUE_WITHIN_S = 120.0
 #: Pause between two checks of a running run, in seconds.
 _CHECK_EVERY_S = 0.1

@@ -38,7 +38,7 @@ GANG = {"nodes": 1, "gpus_per_node": 1}
 
 @dataclass(kw_only=True)
 class StoppedRun:
-    """A test that stops several runs, and checks that their components have time to save."""
+    """The runs that one test starts and stops."""
 
     #: Work pool with its Prefect server.
     pool: GangPool

@@ -55,7 +55,8 @@ def test_all_trainings_complete_while_parts_of_the_stack_are_killed(stack: OwnSt
 
     start_stack_under_kills(stack, random_draws, deaths)
     # A training must still run at the last kill, and each kill takes about 20 s. The five trainings
-    # run in three rounds, because only two trainings run at a time.
+    # run in three rounds, because only two trainings run at a time. Therefore each training must
+    # last a third of the duration of all kills.
     steps = max(40, int(len(PARTS) * KILLS * 20 / 3 / PAUSE_S))
     ids = {name: stack.submit(name, steps, PAUSE_S, gang=GANG) for name in RUNS}
     wait_for(lambda: sum(bool(stack.marks(name)) for name in RUNS) == 2, "two trainings run")
@@ -116,9 +117,9 @@ def start_stack_under_kills(
 def kill_while_starting(
     stack: OwnStack, random_draws: random.Random, deaths: Counter[str], up: subprocess.Popen[str]
 ) -> None:
-    """Kill the process `deployments` of `muster up` during its first `KILLS` starts.
+    """Kill the process `deployments` `KILLS` times, each time while this process is starting.
 
-    Return when `muster up` has ended.
+    `muster up` starts the process again after each kill. Return when `muster up` has ended.
 
     Args:
         stack: The stack.
@@ -147,7 +148,8 @@ def has_died(stack: OwnStack, name: str, times: int) -> bool:
 def kill_all(stack: OwnStack, random_draws: random.Random, deaths: Counter[str]) -> None:
     """Kill each process in `PARTS`, or its guardian process, `KILLS` times at random moments.
 
-    After some kills, the function does not wait until the killed process has started again.
+    After about 70 % of the kills, chosen at random, the function waits until the killed process has
+    started again.
 
     Args:
         stack: The stack.

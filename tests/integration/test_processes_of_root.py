@@ -24,10 +24,11 @@ from tests.support.supervised_components import is_alive, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Program that adopts a process of the user root, and prints the pid of this process. The program
-#: then tries once to kill all its own descendants.
+#: then calls `tree.kill_below_once`, which tries to kill all descendants of the program.
 #:
-#: After the kill, Muster checks whether the processes with the newest pids of the machine are new
-#: descendants. The program replaces `tree.last_pid`, so that Muster also checks root's process.
+#: `tree.kill_below_once` also checks the processes with the newest pids, to find new descendants.
+#: The program replaces `tree.last_pid`, which returns the newest pid of the machine. The
+#: replacement returns the pid of root's process, so that this process is checked, too.
 _KILL_ROUND = """
 import subprocess, sys, time
 from tasks.processes import tree
@@ -59,8 +60,8 @@ print(child.pid, flush=True)
 print(*[pid for pid, _ in ending.end_marked(mark)], flush=True)
 """
 #: Program that starts a shell with the environment variable MUSTER_RUN_ID. A child of the shell
-#: becomes root. The program ends all processes with this variable. The program prints the pid of
-#: the child, and then the leftover processes as JSON.
+#: becomes root. The program prints the pid of the child. The program then ends all processes that
+#: have the same value of MUSTER_RUN_ID, and prints the leftover processes as JSON.
 _END_CARRIERS = """
 import json, os, subprocess, sys, time
 from tasks.processes import ending, tree
@@ -73,7 +74,7 @@ while tree.read_real_user(child) != 0:
 print(child, flush=True)
 print(json.dumps(ending.end_carriers({"MUSTER_RUN_ID": "run-with-sudo"})["left"]), flush=True)
 """
-#: Seconds in which the CPU time of a guardian is measured.
+#: Duration of the measurement of a guardian's CPU time, in seconds.
 WATCHED_S = 3.0
 
 pytestmark = [

@@ -29,9 +29,10 @@ WITHIN_S = 60.0
 
 @dataclass(kw_only=True)
 class JobEvents:
-    """Records the events of a Ray job, and requests to search nodes for leftover processes.
+    """Records the events of a Ray job, and the calls of `sweep`.
 
-    No node is searched.
+    A real job calls `tasks.ray.nodes.sweep`, which searches the nodes for leftover processes. The
+    method `sweep` of this class searches no node.
     """
 
     #: Names and fields of the emitted events, in order.
@@ -56,7 +57,7 @@ class JobEvents:
 
 
 async def skip_node_preparation(address: str) -> None:
-    """Do nothing. A real job prepares the nodes here for the later check for leftover processes."""
+    """Do nothing. Replacement for `tasks.ray.nodes.make_nodes_ready` in tests."""
 
 
 def make_job(
@@ -173,7 +174,7 @@ class Jobs:
         return plan, exit_
 
     def list_processes(self) -> list[int]:
-        """Return the process ids of the living processes of all jobs' commands."""
+        """Return the ids of all living processes that belong to the commands of the jobs."""
         pids = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():

@@ -65,7 +65,9 @@ def find_child_of_root(guardian: int) -> int:
 
 
 def main(directory: Path, helper: str, kills_guardian: bool) -> None:
-    """Run and end a component with a child process that runs as root; print the result as JSON.
+    """Start a component, end the component, and print the result as JSON.
+
+    A child process of the component runs as root.
 
     Args:
         directory: Directory for the files of the component.
