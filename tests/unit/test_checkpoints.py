@@ -105,8 +105,8 @@ def test_last_complete_checkpoint_of_a_folder_is_found(
             "global_step_4",
         ),
         ("latest_checkpointed_iteration.txt", "release", ["release/"], "release"),  # Megatron
-        # the checkpoint in the pointer file `latest` was deleted. The newer checkpoint may be
-        # incomplete, so no checkpoint is used
+        # the pointer file `latest` points to a deleted checkpoint. The only existing checkpoint is
+        # newer and may be incomplete, so no checkpoint is used
         (
             "latest",
             "step-000010.npz",
@@ -115,7 +115,7 @@ def test_last_complete_checkpoint_of_a_folder_is_found(
         ),
         ("latest", "", ["step-000020.npz"], None),  # a full disk left the pointer file empty
         ("latest_checkpointed_iteration.txt", "10", ["global_step_20/"], None),
-        # the checkpoint that the pointer file names was deleted. Checkpoints with lower steps are
+        # the pointer file points to a deleted checkpoint. Checkpoints with lower steps are
         # complete, so the newest of them is used
         ("latest", "step-30.pt", ["step-10.pt", "step-20.pt", "step-40.pt"], "step-20.pt"),
         # the pointer file is damaged, so the newest checkpoint may be incomplete and is not used

@@ -142,9 +142,9 @@ def older(path: Path) -> None:
 
 
 def newer(path: Path) -> None:
-    """Copy a record that a newer version of Muster wrote, with unknown keys.
+    """Copy a record of a newer version of Muster. In the copy, end attempt 1 and begin attempt 2.
 
-    In the copy, the attempt fails, and the next attempt begins.
+    The record contains keys that this version of Muster does not know.
     """
     shutil.copyfile(DATA / "newer.json", path)
     record = record_at(path)
@@ -154,9 +154,10 @@ def newer(path: Path) -> None:
 
 
 def newer_lost(path: Path) -> None:
-    """Copy a record that a newer version of Muster wrote, with unknown keys.
+    """Copy a record of a newer version of Muster. In the copy, record the kill of the flow process.
 
-    In the copy, the flow process of the run is killed, and the run is scheduled again.
+    The run is scheduled again after the kill. The record contains keys that this version of Muster
+    does not know.
     """
     shutil.copyfile(DATA / "newer.json", path)
     path.parent.joinpath("attempt-01").mkdir()

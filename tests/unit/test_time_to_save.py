@@ -48,8 +48,8 @@ class Trainer:
     plan: ComponentPlan
     #: Returns the processes of the trainer that have a handler for the warning signal.
     handlers: Callable[[], list[str]] = lambda: ["pid 7"]
-    #: Function that takes a time of the clock, and returns the shutdown of the machine that is
-    #: known at this time. None if no shutdown is planned.
+    #: Returns the machine's planned shutdown, or None if no shutdown is planned. The argument is
+    #: the current time of the clock, in seconds.
     planned_end: Callable[[float], PlannedEnd | None] = lambda now: None
     name: str = "trainer"
     is_hung: bool = False
@@ -84,7 +84,7 @@ Events = list[tuple[str, dict[str, Any]]]
 
 @dataclass
 class Scene:
-    """The parts of a test: a fake trainer, the `TimeToSave` object under test, and its events."""
+    """A fake trainer, the `TimeToSave` object under test, and the events of this object."""
 
     clock: Clock
     trainer: Trainer
@@ -421,7 +421,8 @@ async def test_save_that_begins_after_the_first_check_is_awaited(tmp_path: Path)
     scene = make_scene(tmp_path, save_grace_s=900.0, is_saving=lambda now: 1005 <= now < 1010)
 
     first_wait_s = await scene.seconds_until_saved()
-    # Muster stops another component from 1000 to 1006, and the trainer saves from 1005 to 1010.
+    # Muster stops a component other than the trainer, which takes 6 s. The trainer begins to save
+    # after 5 s, and saves for 5 s.
     await scene.clock.sleep(6.0)
     second_wait_s = await scene.seconds_until_saved()
 

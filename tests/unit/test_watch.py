@@ -101,7 +101,8 @@ def curve(name: str, values: Iterable[float | str | None]) -> Lines:
         # The trainer writes the metric only every 10 steps. The 9 null values between two numbers
         # raise no alarm.
         (([1.0] + [None] * 9) * 3, {}),
-        # After such a series of 9 null values, a series of 18 null values raises an alarm.
+        # The values end with 18 null values (9 + 9). The longest earlier series has 9 null values.
+        # A series of at least twice this length raises an alarm.
         (([1.0] + [None] * 9) * 3 + [None] * 9, {"loss_not_finite": 39}),
     ],
 )
