@@ -289,7 +289,10 @@ def _runs_behind_blocked_runs(*, quick: bool) -> Iterator[Row]:
 
 
 def _wait_until_pending(pool: GangPool, spec: Mapping[str, Any], since: float) -> float:
-    """Submit a run, wait for its end, and return the seconds from `since` to its state PENDING."""
+    """Submit a run, and return the seconds from `since` until the run is PENDING.
+
+    The function returns after the run has completed.
+    """
     run = pool.submit(spec)
     wait_for(lambda: run.state()[0] != "SCHEDULED", f"{run.name} starts", 120)
     took_s = time.monotonic() - since

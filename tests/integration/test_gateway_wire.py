@@ -18,8 +18,8 @@ from tests.integration.test_gateway import (
 )
 
 pytestmark = pytest.mark.asyncio
-# The tests of this file use the pytest fixture `event_loop_policy`, so the file must import the
-# fixture.
+# Only pytest uses the fixture `event_loop_policy`. Without this list, the linter would report the
+# import of the fixture as unused.
 __all__ = ("event_loop_policy",)
 
 _GET = b"GET /x HTTP/1.1\r\nHost: localhost\r\n"

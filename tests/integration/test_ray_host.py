@@ -47,7 +47,7 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
 
 
 class Fleet:
-    """A `RayHost`, which runs inference servers as Ray actors, and a list of dead servers."""
+    """Runs inference servers as Ray actors with a `RayHost`, and records dead servers."""
 
     def __init__(self, host: RayHost) -> None:
         self.host = host

@@ -78,7 +78,8 @@ class ScriptedPrefect:
 
         Args:
             spec: Spec of the run.
-            due: Scheduled start. If None, one hour ago plus one second for each earlier submission.
+            due: Scheduled start. None means one hour ago for the first run, and one second later
+                for each further run.
             **fields: Further fields of the flow run.
         """
         run_id = uuid4()
@@ -276,8 +277,8 @@ class ScriptedPrefect:
 class FreeLease:
     """A fake scheduler lease, which can always be acquired."""
 
-    #: True to simulate a second scheduler, which makes a new decision before each call of
-    #: `read_last_decision`. Each call then returns a new id.
+    #: True to return a new id from each call of `read_last_decision`, as if a second scheduler had
+    #: made a decision before the call.
     is_passed: bool = False
 
     def __init__(self, *_arguments: Any, **_options: Any) -> None:

@@ -22,8 +22,8 @@ from tests.support.slow_plan import slow_plan
 def pass_of(seed: int, nodes: int, held: int, waiting: int) -> dict[str, Any]:
     """Return random arguments of `plan` for a cluster.
 
-    Times and demands have few different values, so that ties are frequent. Ties most often reveal
-    faults. Some gangs hold too many GPUs, or GPUs of a node that has disappeared.
+    Times and demands have few different values, so that ties are frequent. Faults of `plan` show
+    most often in ties. Some gangs hold too many GPUs, or GPUs of a node that has disappeared.
 
     Args:
         seed: Seed of the random draws.
@@ -108,7 +108,7 @@ passes = st.builds(
 )
 
 
-#: Settings of Hypothesis. There is no deadline, because a benchmark measures the durations.
+#: Settings of Hypothesis. There is no deadline, because the tests do not check the speed of `plan`.
 thousands = settings(max_examples=1500, deadline=None)
 hundreds = settings(max_examples=400, deadline=None)
 

@@ -122,7 +122,7 @@ def test_reason_of_a_waiting_run_is_printed_once(address: str, error: str) -> No
     [
         (Completed(), GRANTED, False),
         (Running(), GRANTED, True),
-        # the run needs no GPUs of the nodes
+        # a running run without granted GPUs uses no GPUs; a scheduled run waits for GPUs
         (Running(), {}, False),
         (Scheduled(), {}, True),
     ],

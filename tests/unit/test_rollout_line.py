@@ -29,8 +29,8 @@ class Waiting:
     """
 
     def __init__(self, router: Router) -> None:
-        #: Pairs in the order in which requests got an entrypoint: the name of the request, and the
-        #: rank of the entrypoint.
+        #: Names of the requests that got an entrypoint, each with the rank of this entrypoint. The
+        #: list is in chronological order.
         self.turns: list[tuple[str, int]] = []
         self._router = router
 

@@ -66,7 +66,8 @@ def test_server_that_ends_during_the_handshake_does_not_stop_the_start_of_a_run(
             with temporary_settings({PREFECT_API_URL: url}):
                 async with (
                     get_client() as client,
-                    # A worker opens this connection when it starts the process of a flow run.
+                    # When a worker starts the process of a flow run, the worker opens an
+                    # `EventEmitter`, which connects to the server.
                     EventEmitter(
                         runner_name="worker",
                         client=client,
