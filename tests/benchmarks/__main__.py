@@ -84,8 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.page:
         _write_pages()
         return 0
-    # Record the figures if all benchmarks run. If only some benchmarks run, or with the option
-    # `--quick`, record the figures only with the option `--record`.
+    # By default, the figures are recorded only if all benchmarks run without the option `--quick`.
+    # The option `--record` records the figures in all other cases, too.
     keeps_figures = options.record or not (options.names or options.quick)
     versions = records.versions_here()
     machine = Machine()

@@ -24,7 +24,7 @@ class By:
     count: int
 
     def row(self, figure: str, values: float | list[float], unit: str, note: str = "") -> Row:
-        """Return the row of the results for a quantity that was measured at this load.
+        """Return the row of the results for a quantity, measured at the load that `self` describes.
 
         Args:
             figure: Name of the quantity, for example "gateway, RSS".

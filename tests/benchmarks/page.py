@@ -70,7 +70,8 @@ def _total(recorded: Sequence[Record], names: Sequence[str]) -> str:
 def _not_run(records: Mapping[str, Record], names: Sequence[str]) -> Iterator[str]:
     """Yield a line for each benchmark or program that was not measured.
 
-    The line names the benchmark and the reason.
+    The line contains the name of the benchmark and the reason. A line about a program of the
+    benchmark also contains the name of the program.
     """
     for name in names:
         record = records.get(name)

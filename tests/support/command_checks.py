@@ -39,8 +39,8 @@ _PLACEHOLDER = re.compile(r"\b[A-Z][A-Z0-9_]+\b|\$|<|\.\.\.")
 _OPERATORS = frozenset(("|", "||", "&&", ";", "&", ">", ">>", "<", "2>", "2>>", "(", ")"))
 #: Shell operators that stand before the name of a file.
 _REDIRECTIONS = frozenset((">", ">>", "<", "2>", "2>>"))
-#: Matches a command in a recipe of the Makefile that runs a Python module or a program of the
-#: virtual environment. The two groups are the name of the module or program, and the arguments.
+#: Matches `$(PY) -m MODULE ARGUMENTS` and `$(VENV)/bin/PROGRAM ARGUMENTS` in the Makefile. The two
+#: groups are the name of the module or program, and the arguments.
 _PROGRAM_IN_RECIPE = re.compile(r"\$\((?:PY\) -m |VENV\)/bin/)([\w.]+)([^\n;]*)")
 #: Commands whose arguments are another command, for example `sudo COMMAND`.
 _PREFIX_COMMANDS = ("sudo", "exec", "time", "nohup")

@@ -44,7 +44,11 @@ def read_variables(path: Path, *, switched_off: bool = False) -> dict[str, str]:
 
 
 def read_settings(name: str) -> dict[str, str]:
-    """Return the variables of an example environment file, without addresses and directories."""
+    """Return the variables of an example environment file.
+
+    The result does not contain the variables with addresses and directories, which are listed in
+    `_ADDRESSES_AND_DIRECTORIES`.
+    """
     variables = read_variables(PRODUCTION / name)
     return {
         variable: value

@@ -96,7 +96,7 @@ class UiStack:
             message = (run["state"] or {}).get("message") or ""
             if run["state_name"] in states and saying in message:
                 return run
-            # If the run has ended in another state, further waiting is useless.
+            # Fail at once if the run has ended, because its state will not change any more.
             assert run["state_type"] not in FINAL, run["state"]
             return None
 
@@ -116,7 +116,10 @@ class UiStack:
         return self.home / "runs" / str(run["name"])
 
     def events(self, run: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the events of the run's first attempt, or an empty list without an event file."""
+        """Return the events of the run's first attempt.
+
+        The list is empty if the event file does not exist.
+        """
         path = self.place(run) / "attempt-01" / "events.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 

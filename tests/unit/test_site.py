@@ -20,7 +20,10 @@ def read_settings() -> dict[str, Any]:
 
 
 def read_index() -> dict[str, list[str]]:
-    """Return the pages of each group in `docs/README.md`, relative to the checkout."""
+    """Return a mapping from each section title in `docs/README.md` to the pages in its table.
+
+    Each page is a path relative to the root of the checkout.
+    """
     groups: dict[str, list[str]] = {}
     for part in (ROOT / "docs" / "README.md").read_text("utf-8").split("\n## ")[1:]:
         title, _, table = part.partition("\n")
