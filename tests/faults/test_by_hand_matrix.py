@@ -42,8 +42,8 @@ SEED = int(os.environ.get("MUSTER_SEED") or time.time())
 DATABASE = os.environ.get("MUSTER_DATABASE") or "sqlite"
 #: Number of GPUs of the only node.
 GPUS = 16
-#: A run must react to a change within this time, in seconds. If the test sets a waiting run to
-#: Running, the reaction may take two minutes, and longer on a busy machine.
+#: Time limit for the reaction of a run to a change, in seconds. The limit is high because a waiting
+#: run that the test sets to Running needs up to two minutes, or more on a busy machine.
 SETTLED_WITHIN_S = 240.0
 #: Time that a stopping component needs to save its state, in seconds.
 SAVING_S = 45.0
@@ -139,7 +139,7 @@ class Fact:
 
     @property
     def works(self) -> bool:
-        """True if the run has processes, and all records say that the run works."""
+        """True if the run has living processes, and its state on the Prefect server is RUNNING."""
         return bool(self.pids) and self.state == "RUNNING"
 
     @property
@@ -158,7 +158,8 @@ class Row:
     change: str
     #: Name of the run before the change. The name stays known after a deletion of the flow run.
     name: str = ""
-    #: Facts about the run just before the change. None until the run has reached its phase.
+    #: Facts about the run just before the change. None until the run has reached the phase in
+    #: the field `phase`.
     before: Fact | None = None
 
     def __str__(self) -> str:
@@ -285,9 +286,9 @@ class Matrix:
             row.before = self.observe(row)
 
     def _has_begun(self, row: Row) -> bool:
-        """Return True if the run's component has started, and is ready if the phase requires this.
+        """Return True if the run's component has started and, in most phases, is ready.
 
-        The component of a run in the phase `starting` or `requeued` need not be ready.
+        In the phases `starting` and `requeued`, the component need not be ready.
         """
         flow_run = row.run.flow_run()
         assert flow_run["state"]["type"] not in FINAL, flow_run["state"]
@@ -469,7 +470,7 @@ def matrix(shared_pool: GangPool) -> Iterator[Matrix]:
 
 
 def is_as_expected_while_working(row: Row, facts: Fact) -> bool:
-    """Return True if a run that was working is as expected after the change."""
+    """Return True if a run that worked before the change `row.change` is now as expected."""
     if row.change in ENDING:
         is_cancelled = facts.state in ("CANCELLED", "") and facts.record == "cancelled"
         return facts.has_ended and is_cancelled and "saved" in facts.actions
@@ -492,8 +493,8 @@ def is_as_expected_while_stopping(row: Row, facts: Fact) -> bool:
 def is_as_expected_while_waiting(row: Row, facts: Fact) -> bool:
     """Return True if a run that was waiting is as expected after the change.
 
-    After a change in `ENDING`, the run must end without a further start. After every other change,
-    the run must still wait.
+    If `ENDING` contains the change, the run must end, and its component must not start after the
+    change. After every other change, the run must still wait.
     """
     assert row.before is not None
     if row.change in ENDING:
@@ -549,7 +550,9 @@ class WiderChange:
     #: True if the change prevents new runs of the pool from starting.
     holds_pool: bool = False
     #: True if the change deletes the deployment. The Prefect server then also deletes the runs of
-    #: the deployment that have not started yet. A requeued run is not deleted, but cancelled.
+    #: the deployment that have never started. A requeued run has started before, so the server
+    #: keeps the run. When the run is due again, Prefect's worker finds no deployment and cancels
+    #: the run.
     deletes_deployment: bool = False
 
 
@@ -721,8 +724,11 @@ def test_each_change_of_deployment_queue_or_pool_leaves_true_records_and_no_orph
 def is_as_expected_after_wider_change(change: WiderChange, row: Row, facts: Fact) -> bool:
     """Return True if a run is as expected after a change of a deployment, queue or pool.
 
-    A working run must still work, and a stopping run must end. A waiting run must still wait. If
-    the change deletes the deployment, a waiting run must be deleted.
+    - A working run must still work.
+    - A stopping run must end.
+    - A requeued run must still wait.
+    - A waiting run must be deleted if the change deletes the deployment. Otherwise, the run must
+      still wait.
     """
     assert row.before is not None
     if row.phase == "stopping":
