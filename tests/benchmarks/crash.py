@@ -39,12 +39,12 @@ from tests.benchmarks.report import Missing, NotHere, Result, Row, Sample, inter
 #: Name of the component that is killed.
 _VICTIM = "trainer"
 #: Polling period, in seconds, of each launcher that checks its components rarely. "Hermes" is
-#: Hermes' RL training tool, and "the plan" is the first design of Muster. All samples of a launcher
-#: are taken at the same time, because each sample takes a whole period.
+#: Hermes' RL training tool, and "the plan" is the first design of Muster. Each sample takes a
+#: whole period, so all samples are taken in parallel to save time.
 _PERIODS_S = {"Hermes": 30.0, "the plan": 60.0}
 #: Name of the feature with which each supervisor ends all components when one component dies.
 _MEANS = {"supervisord": "event listener", "circus": "hook"}
-#: Time limit on the end of a supervisor, in seconds.
+#: Longest time to wait until a supervisor exits, in seconds.
 _WITHIN_S = 60.0
 
 
@@ -106,12 +106,12 @@ def measure(*, quick: bool) -> Result:
 
 
 def reaction_ms(place: Path, pid: int, wait: Callable[[], object]) -> float:
-    """Kill a process, and return the time until the first component receives SIGTERM.
+    """Kill a process, and return the time until any component of the run receives SIGTERM.
 
     Args:
         place: Folder in which each component records when it received SIGTERM.
         pid: Process that is killed.
-        wait: Function that waits until the other components have been stopped.
+        wait: Function that waits until the components that survived the kill have been stopped.
 
     Returns:
         The time in milliseconds.

@@ -39,7 +39,8 @@ _ASK_EACH_S = 1.0
 _SHORT = "import time; time.sleep({lasts}); print('last', time.monotonic(), flush=True)"
 #: Shortest and longest duration of the short job, in seconds.
 _LASTS_S = (1.0, 2.0)
-#: Program of a job with two actors. Each actor has a GPU and a child process in its own session.
+#: Program of a job with two actors. Each actor has a GPU, and starts a child process in a new
+#: session.
 _LONG = """
 import subprocess, time
 import ray
@@ -55,7 +56,7 @@ time.sleep(7000)
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure how long a short and a long Ray job take, through Muster and through Ray's SDK."""
+    """Measure the delays at the start and the end of Ray jobs, with Muster and with Ray's SDK."""
     os.environ.update(RAY_ENV)
     values: dict[str, dict[str, list[float]]] = {}
     random_draws = random.Random(0)

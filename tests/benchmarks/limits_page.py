@@ -64,8 +64,8 @@ class Line:
 class Limit:
     """Largest acceptable value in a series of measurements, for example 1 s per scheduling pass.
 
-    The page docs/limits.md shows the load at which this value is reached, for example a number of
-    runs.
+    The page docs/limits.md shows the load, for example the number of runs, at which this value is
+    reached.
     """
 
     #: Kind of load, for example "waiting runs, scheduler, SQLite".
@@ -239,8 +239,8 @@ def carried(limit: Limit, line: Line) -> str:
     """Return, as text, the load at which a fitted line reaches the bound of a limit.
 
     The load, for example a number of runs, is rounded down to two significant digits. If the line
-    is still below the bound at ten times the largest measured load, the text names this load, for
-    example "over 5,000".
+    is still below the bound at ten times the largest measured load, the text names the tenfold
+    load, for example "over 5,000" if the largest measured load is 500.
     """
     count, furthest = line.reaches(limit.bound), _BEYOND * line.most
     if count is None or count > furthest:
@@ -371,7 +371,7 @@ def _series(records: Records, name: str) -> dict[str, list[Figure]]:
 
 
 def _by_way(records: Records, name: str) -> dict[str, Figure]:
-    """Return a mapping from the title of a row to its measured values, for one benchmark."""
+    """Return the measured values of one benchmark, in a mapping whose keys are row titles."""
     record = records.get(name)
     return {figure.way: figure for figure in (record.figures if record else ())}
 

@@ -30,7 +30,8 @@ _QUICK_LOG_BYTES = 1 << 26
 _READ_BYTES = 1 << 24
 #: Number of bytes in one read from the pipe of a command whose duration is measured.
 _PIPE_READ_BYTES = 1 << 16
-#: Matches the line of /proc/PID/status with the largest resident memory that the process has used.
+#: Matches the line `VmHWM` of /proc/PID/status. This line has the largest resident memory that the
+#: process has used so far.
 _PEAK = re.compile(r"VmHWM:\s+(\d+) kB")
 
 

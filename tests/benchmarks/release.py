@@ -53,8 +53,8 @@ _WAITING = 10
 _LOOPS = 20
 #: Interval at which the first design of Muster would have polled for free GPUs, in seconds.
 _PLAN_S = 60.0
-#: Note about the measured polling loop, for the table of results. The loop is faster than the first
-#: design of Muster could have been, because the loop needs no server and no flow.
+#: Note about the measured polling loop, for the table of results. The loop imitates the first
+#: design of Muster, but without a server and a flow. The first design would have been slower.
 _AT_ITS_BEST = "no server, no flow"
 
 
@@ -128,10 +128,11 @@ def measure(*, quick: bool) -> Result:
 
 
 def _by_plan(*, quick: bool) -> Row:
-    """Measure a loop that checks once a minute if the GPUs are free, and then starts the next run.
+    """Measure a polling loop that starts the next run as soon as a poll finds free GPUs.
 
-    The measured time is the time from the end of a run to the first line that the component of the
-    next run prints. With `--quick`, this time is computed, because a measurement takes a minute.
+    The loop polls once a minute. The measured time is the time from the end of a run to the first
+    line that the component of the next run prints. With `--quick`, this time is computed, because
+    a measurement takes a minute.
 
     Args:
         quick: True to compute the time.
@@ -204,7 +205,7 @@ def _served(directory: Path) -> Iterator[Mapping[str, tuple[GangPool, subprocess
 def _time_successors(
     pool: GangPool, count: int, env: Mapping[str, str]
 ) -> Iterator[tuple[str, float]]:
-    """Run several runs one after the other, and yield the times of each run after the first.
+    """Run several runs one after the other, and measure how soon each run follows the previous run.
 
     Args:
         pool: Work pool of the runs.
@@ -212,7 +213,8 @@ def _time_successors(
         env: Environment variables of the runs, in addition to the variables of the worker.
 
     Yields:
-        The name of a step of the start, and its time in seconds after the end of the previous run.
+        The name of a step, such as "to RUNNING", and the seconds from the end of the previous run
+        to this step. Each run after the first has three steps.
     """
     pool.asked.clear()
     for number in range(count + 1):

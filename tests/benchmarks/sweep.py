@@ -40,7 +40,8 @@ _POINTS, _QUICK_POINTS = 200, 16
 _POINTS_VARIABLE = "MUSTER_BENCH_POINTS"
 #: Number of GPUs of the Ray cluster.
 _GPUS = 8
-#: Mean duration of a point, in seconds. The points last between 0.5 and 1.5 times this mean.
+#: Mean duration of a point, in seconds. A point is one of the short programs that the sweep runs.
+#: Each point lasts between 0.5 and 1.5 times this mean.
 _MEAN_S = 2.0
 #: Environment variable that overrides the mean duration of a point.
 _MEAN_VARIABLE = "MUSTER_BENCH_POINT_S"
@@ -68,7 +69,7 @@ class _Stage:
     #: The points of the sweep, each as NUMBER:SECONDS: the number of the point, and the duration of
     #: its work.
     points: Sequence[str]
-    #: Mean duration of a point, in seconds.
+    #: Mean duration of the points of the sweep, in seconds. A point is one short program.
     mean_s: float
 
     @property
