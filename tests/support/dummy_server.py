@@ -45,7 +45,7 @@ _LARGE_PIECE = bytes(64 * 1024)
 
 @dataclass(kw_only=True)
 class Fault:
-    """A wrong behaviour of the fake server that a test requests, for example no answer."""
+    """A fault that a test switches on in the fake server, for example unanswered requests."""
 
     #: Name of the fault:
     #: - `ok`: no fault. A test sets this kind to end the current fault, and hanging requests are
@@ -234,7 +234,7 @@ class DummyServer:
         return fault
 
     async def _show_fault(self, fault: Fault, connection: _Connection) -> bool:
-        """Apply a fault to a request, for example answer with HTTP status 503.
+        """Apply a fault to a request. For example, send an answer with HTTP status 503.
 
         Returns:
             False if the server must still send the normal answer, for example after a delay.
@@ -289,7 +289,7 @@ class DummyServer:
             connection.send_json(200, piece)
 
     def _piece(self, path: str, request: Request, text: str, *, is_stream: bool) -> dict[str, Any]:
-        """Return the JSON content of an answer with `text`, in the format of the URL path."""
+        """Return the JSON content of an answer with `text`. The URL path decides the format."""
         about = {"id": request.header("x-request-id"), "rank": self.rank, "version": self.version}
         if path == "/generate":
             return {"text": text, "meta_info": about}

@@ -28,7 +28,7 @@ class Gpu:
     ecc_errors: int = 0
     has_failed_rows: bool = False
     is_lost: bool = False
-    #: Repair of the GPU that the driver recommends, as a number of NVML's enum
+    #: Repair that the driver recommends for the GPU, as a number of NVML's enum
     #: `nvmlDeviceGpuRecoveryAction_t`. None if the driver is too old to recommend repairs.
     recovery_action: int | None = 0
     #: Process id and used GPU memory in MiB of each process. The memory is None if unknown.

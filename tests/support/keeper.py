@@ -25,7 +25,7 @@ from contextlib import suppress
 
 #: Time limit for killing all descendants, in seconds.
 _END_WITHIN_S = 20.0
-#: Interval in which this program reaps ended children, in seconds.
+#: Time between two checks for ended children, in seconds.
 _REAP_EVERY_S = 0.05
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from tests.support.host_environment import DEADLINE_S, ROOT
 
-#: Time limit of one try of a scheduler process to take the scheduler lease, in seconds.
+#: Time limit of one try to take the scheduler lease, in seconds.
 _TAKE_WITHIN_S = 1.0
 
 

@@ -192,7 +192,7 @@ class Engine:
         threading.Timer(LEAVES_AFTER_S, os._exit, (0,)).start()
 
     def _wait_while(self, is_held: Any) -> None:
-        """Wait until `is_held` returns False and the engine core does not hang.
+        """Wait while `is_held` returns True or the engine core hangs.
 
         The caller must hold the lock `_changed`.
 

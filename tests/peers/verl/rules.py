@@ -33,7 +33,7 @@ _CPUS_PER_GPU = {"verl.trainer.main_ppo": 3, "verl.trainer.sft_trainer_ray": 10}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """A component of a spec that runs a program of verl, and the configuration of the program."""
+    """The start of a verl program: the spec, the component and the program's configuration."""
 
     spec: RunSpec
     component: Component
@@ -44,8 +44,8 @@ class Start:
     overrides: tuple[str, ...]
     #: Environment variables from the spec.
     env: Mapping[str, str]
-    #: Mapping from the dotted name of a configuration key to its value: from an override, or the
-    #: default.
+    #: Mapping from the dotted name of a configuration key to its value. A key without an override
+    #: has its default value.
     values: Mapping[str, Any]
 
     def number(self, key: str) -> int:
@@ -177,7 +177,7 @@ def _parse_value(text: str, env: Mapping[str, str]) -> Any:
     except yaml.YAMLError:
         return text
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
-        # Hydra's grammar reads this text as a number, but YAML's grammar does not.
+        # Hydra's grammar reads a text such as `1e-5` as a number, but YAML's grammar does not.
         return float(value)
     return value
 
