@@ -89,8 +89,8 @@ def test_node_without_a_gpu_driver_is_named_with_the_reason(
 def test_wrong_arguments_are_rejected_before_a_check_starts(
     arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The command sets this variable in the process of the tests. The call of `setenv` makes pytest
-    # restore the variable after the test.
+    # `main` sets PYTHONSAFEPATH in the process of the tests. Because of this call of `setenv`,
+    # pytest restores the variable after the test.
     monkeypatch.setenv("PYTHONSAFEPATH", "1")
 
     assert main(["preflight", *arguments]) == 2

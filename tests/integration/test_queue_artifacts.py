@@ -94,7 +94,7 @@ def list_versions(api: str, key: str) -> list[dict[str, Any]]:
 
 
 def read_latest(api: str, key: str) -> dict[str, Any]:
-    """Return the newest artifact with this key, which the UI shows."""
+    """Return the newest artifact with this key."""
     return send_request("GET", f"{api}/artifacts/{key}/latest")
 
 

@@ -86,7 +86,6 @@ def test_queued_run_names_the_run_that_holds_the_gpus(
     ui.open("/v2/artifacts/key/gang-queue")
     ui.sees("1 waiting", "0 of 2 GPUs are free on 1 node")
     ui.page.locator("[data-testid^=timeline-card] a").first.click()
-    # The table of the queue shows the names of the runs shortly after their states have changed.
     ui.sees(stack.flow_run(waiting_run["id"])["name"], "2 GPUs", f"waits for {holder['name']}")
     ui.open("/v2/artifacts/key/gang-nodes")
     ui.page.locator("[data-testid^=timeline-card] a").first.click()

@@ -138,8 +138,8 @@ def run(muster_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
 def save(run: RunSession, *steps: int) -> None:
     """Write a checkpoint for each step, in the given order.
 
-    While the trainer runs, the newest checkpoint may be incomplete. So Muster does not evaluate
-    this checkpoint.
+    While the trainer runs, the newest checkpoint may be incomplete, so Muster does not evaluate
+    the newest checkpoint. To get a checkpoint evaluated, a test also saves a newer checkpoint.
     """
     for step in steps:
         (run.place.directory / "checkpoints" / f"step-{step:06}.txt").write_text("weights")

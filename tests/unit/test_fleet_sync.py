@@ -295,7 +295,8 @@ async def test_engine_that_fails_to_load_is_restarted_and_not_committed() -> Non
     sync = await begin(harness)
     harness.prober.statuses = {0: 500, 1: 503}
     await harness.fleet.syncs.broadcast(sync, LOAD, 5.0)
-    # Only engine 0 fails in the second broadcast. Engine 1 receives the weights.
+    # In the second broadcast, only engine 0 fails. Engines 1 and 2 receive the weights. Engine 0
+    # stays active until the commit.
     harness.prober.statuses = {0: 500}
     await harness.fleet.syncs.broadcast(sync, LOAD, 5.0)
     assert harness.states() == [A, A, A]

@@ -39,7 +39,8 @@ def attempt(
     Args:
         hours: Duration of the attempt.
         step: Highest step that the attempt reported.
-        saved: True if the attempt saved a newer checkpoint. None if unknown.
+        saved: True if the attempt saved a checkpoint. The checkpoint from which the attempt
+            started does not count. None if unknown.
         start: Step of the checkpoint from which the attempt started.
         kind: Kind of the failure. None if the attempt did not fail.
     """

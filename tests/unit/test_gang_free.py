@@ -176,7 +176,7 @@ FIRST, SECOND = "10.0.0.5/0a1b2c3d", "10.0.0.5/4e5f6071"
         # granted node, so the GPUs of both nodes count as held
         ({"10.0.0.5": 8}, (FIRST, SECOND), {FIRST: 8, SECOND: 8}),
         # two nodes had the same address, so the grant also contains the node id. The second node
-        # has disappeared, so the name of the first node is now only the address
+        # has disappeared, so the name of the first node is now the address without the node id
         ({FIRST: 8}, ("10.0.0.5",), {"10.0.0.5": 8}),
         # the granted node has disappeared: its GPUs still count as held under the granted name
         ({FIRST: 8}, (SECOND, "10.0.0.6"), {FIRST: 8}),

@@ -50,7 +50,8 @@ HOSTILE = {
 }
 _TAGS = re.compile(r"<(/?)(\w+)([^>]*)>")
 _CODE = re.compile(r"<code.*?</code>", re.DOTALL)
-#: Addresses without Markdown syntax that both of Prefect's UIs turn into links.
+#: Matches a bare address, such as `http://evil.example`. Both of Prefect's UIs turn bare addresses
+#: into links.
 _BARE = re.compile(r"(?i)(https?://|ftp://|www\.)\w|[-.\w+]+@[-\w]+\.\w")
 
 

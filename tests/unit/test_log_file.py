@@ -134,7 +134,8 @@ READ = ("read",)
             [("write", "a\nb\n"), ("copy_begun", "3"), READ, ("copy_ended",), ("write", "c\n")],
             ["a", "b", "c"],
         ),
-        # another process still writes to the renamed file, so the lines of both files are read
+        # after the rename, lines are written to the new log file and to the renamed file: the
+        # reader returns the lines of both files
         (
             [
                 ("write", "a\n"),
@@ -243,7 +244,7 @@ ACTS = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(acts=ACTS)
 def test_random_rotations_lose_and_repeat_no_line(folders: Path, acts: list[str]) -> None:
-    """Apply random operations to a log file, and compare the lines that the reader returns.
+    """Apply random operations to a log file. The reader must return each line exactly once.
 
     Before each rename, the log is read. The reader cannot follow a renamed file that it never read.
     """

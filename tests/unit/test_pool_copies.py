@@ -44,7 +44,7 @@ class Server:
         self.requests = 0
 
     def create_again(self, template: dict[str, Any] = TEMPLATE) -> None:
-        """Replace the work pool by a pool of the same name without settings, as a worker may do."""
+        """Replace the work pool by a new pool that has the same name and the given template."""
         self.pool = WorkPool(id=uuid4(), name="gang", type="gang", base_job_template=template)
 
     async def read_work_pool(self, name: str) -> WorkPool:
@@ -77,7 +77,7 @@ def server() -> Server:
 
 
 def update(server: Server, copies: PoolCopies | None = None) -> None:
-    """Pass the current work pool to `PoolCopies`, as the leading scheduler does after each pass."""
+    """Call `PoolCopies.update` with the current work pool of the server."""
     copies = copies or PoolCopies(server)  # type: ignore[arg-type]
     asyncio.run(copies.update([server.pool]))
 

@@ -716,8 +716,8 @@ def holder_with_labels(gang: dict[str, Any], labels: dict[str, Any]) -> QueueEnt
 @pytest.mark.parametrize(
     ("gang", "ends_after_h", "expected_h", "is_assumed"),
     [
-        # the run has not reported its expected end, so `hours` of the spec counts, by default 24
-        # hours
+        # the run has not reported its expected end, so the end is computed from the spec's key
+        # `hours`, by default 24
         ({}, None, 24.0, True),
         ({"hours": 4}, None, 4.0, False),
         # the run has reported an expected end, which replaces the default of 24 hours

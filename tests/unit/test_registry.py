@@ -241,7 +241,8 @@ def test_segment_is_registered_until_it_is_removed(home: Path, tmp_path: Path) -
         assert owner is not None
         return list(owner.leftovers)
 
-    subprocess.run(["touch", others], check=True)  # not a process of the run
+    # The process `touch` is not a process of the run, so the file `others` must not be registered.
+    subprocess.run(["touch", others], check=True)
     with mine.open("w"), removed.open("w"):
         wait_until(lambda: {mine, removed} <= set(registered()), "both are noted")
         removed.unlink()

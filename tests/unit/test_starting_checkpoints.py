@@ -115,7 +115,7 @@ class Run:
         }
 
     def remove_superfluous(self) -> set[str]:
-        """Remove the checkpoints that the run does not keep, and return the names of the others."""
+        """Remove the superfluous checkpoints, and return the names of the remaining checkpoints."""
         for path in find_superfluous_checkpoints(
             self.spec, self.place, self.attempts, self.foreign
         ):

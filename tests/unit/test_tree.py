@@ -80,7 +80,7 @@ def test_descendants_are_ended_without_reading_other_processes(
     pid, below = family
 
     # If a parent process ends before its child gets the signal, the process `pid` adopts the child.
-    # So the next call sends the signal to the child.
+    # So the next call of `signal_descendants` sends the signal to the child.
     wait_until(
         lambda: (
             not tree.signal_descendants(pid, signal.SIGTERM)

@@ -178,7 +178,7 @@ def test_own_home_in_a_sticky_folder_is_accepted(home: Path) -> None:
 
 @needs_another_user
 def test_home_made_by_another_user_after_a_first_check_is_rejected(shared: Path) -> None:
-    # The folder `home` does not exist yet, so `muster_home` accepts its path.
+    # A missing folder belongs to no other user, so `muster_home` accepts its path.
     assert muster_home() == shared / "home"
 
     attack("mkdir", shared / "home")

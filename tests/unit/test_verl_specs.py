@@ -29,7 +29,7 @@ def spec_with(name: str, *overrides: str, without: str = "", **changes: Any) -> 
 
     Args:
         name: Name of the file in deployments/runs, without `.yaml`.
-        overrides: Arguments of verl to add at the end.
+        overrides: Arguments of verl to append to the command of the component `trainer`.
         without: All arguments of verl that start with this text are removed. If empty, none is
             removed.
         changes: Top-level keys of the spec to replace.
@@ -79,7 +79,7 @@ def test_specs_start_an_adoptable_ray_job_on_a_worker_node(path: Path) -> None:
         ("verl-grpo", "trainer.nnode=2", "no such key (did you mean `trainer.nnodes`?)"),
         # a key of verl's program for PPO, which the program for SFT does not have
         ("verl-sft", "algorithm.adv_estimator=grpo", "no such key"),
-        # a key of verl 0.3, which newer releases do not have
+        # a key that existed in verl 0.3, but does not exist in newer releases
         ("verl-ppo", "critic.model.fsdp_config.param_offload=True", "no such key"),
         # a value of the wrong type is reported
         ("verl-grpo", "actor_rollout_ref.rollout.n=many", "must be int, found 'many'"),
