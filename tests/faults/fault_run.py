@@ -165,8 +165,8 @@ class FaultRun:
     def set_components(self) -> None:
         """Set the arguments of the components, as the phase of the test requires.
 
-        All components exit on SIGTERM. A component that must still be starting in this phase never
-        becomes ready.
+        All components exit on SIGTERM. If the phase is the start of a component, this component
+        never becomes ready.
         """
         for name in NAMES:
             self.components[name] = {"argv": SHAPES["polite"], "ready": UP}
@@ -290,7 +290,7 @@ class Case:
     expect: Expected
     #: Correct result in the phase STOPPING. The run is already cancelled when the fault occurs.
     expect_stopping: Expected = CANCELLED
-    #: Changes the components, or the surroundings of the run, before the run starts.
+    #: Prepares the fault before the run starts. For example, changes a component's command.
     prepare: Callable[[FaultRun], None] = lambda fault_run: None
     #: Checks the run after its end, in addition to the checks that all cases share.
     check: Callable[[FaultRun], None] = lambda fault_run: None
@@ -319,7 +319,7 @@ class Case:
 class Outcome:
     """Result of one run with a fault, for one row of the result table."""
 
-    #: State, failure kind, component and signal or exit code that the run reported.
+    #: Final state and failure that the run reported, such as `failed RUNTIME_ERROR api SIGSEGV`.
     verdict: str
     #: Seconds from the fault until the run had no process left. If the teardown began after the
     #: fault, the seconds count from the beginning of the teardown.
@@ -382,8 +382,8 @@ def run_case(
         _judge_record(fault_run, expected)
         _judge_flow_run(fault_run, expected)
         events = fault_run.observed_flow.list_events("containment")
-        # The flow process emits exactly one event about its containment level. Only a killed flow
-        # process may emit no event.
+        # The flow process emits exactly one event about its containment level. If the flow process
+        # was killed, this event may be missing.
         assert len(events) == 1 or not (events or expected.state), events
         for containment in events:
             assert (containment["level"] != level) == case.drops, containment
@@ -433,7 +433,9 @@ def _judge(fault_run: FaultRun, expected: Expected, oracle_result: OracleResult)
 
 
 def _judge_record(fault_run: FaultRun, expected: Expected) -> None:
-    """Check `run.json`. If the run still has a registry entry, first reconcile the lost runs.
+    """Check `run.json`. If the run still has a registry entry, first clean up after the run.
+
+    The clean-up is the same as that of `muster reconcile`.
 
     Every component must have an end time, except a component with a process that survives SIGKILL.
     """
@@ -490,8 +492,9 @@ def _judge_flow_run(fault_run: FaultRun, expected: Expected) -> None:
 def _ending_since(fault_run: FaultRun) -> float:
     """Return the time at which the run began to end, in UTC epoch seconds.
 
-    A run begins to end with its teardown. The function returns the time of the fault instead if the
-    run had no teardown, or if the fault was injected during the teardown (phase STOPPING).
+    The result is normally the time at which the teardown of the run began. If the run had no
+    teardown, or if the fault was injected during the teardown (phase STOPPING), the result is the
+    time of the fault.
     """
     teardown_events = fault_run.observed_flow.list_events("teardown.begun")
     if teardown_events and fault_run.phase is not Phase.STOPPING:

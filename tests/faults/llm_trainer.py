@@ -23,7 +23,7 @@ from rollout_client import RolloutClient, Synced
 from torch_grpo import Batch, StepStats, train_step
 from transformers import LlamaForCausalLM
 
-#: Name of a file with the number of an engine. This engine receives a truncated checkpoint.
+#: Name of a file that contains an engine's number. This engine receives a truncated checkpoint.
 ORDER = "break-weights"
 #: Standard deviation of the noise that is added to each weight in a step. The noise is too small to
 #: undo the training, but changes the log-probabilities by more than the test's tolerance.

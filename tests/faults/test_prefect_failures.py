@@ -141,8 +141,8 @@ def test_pending_run_of_a_killed_worker_is_started_by_the_next_worker(
     host_env: HostEnvironment, worker: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     mark = tmp_path / "first"
-    # The first process of the run only sleeps, so the run stays PENDING. The process that the next
-    # worker starts runs the flow.
+    # The first process of the run only sleeps, so the run stays PENDING. The next worker starts a
+    # second process, which runs the flow.
     script = f"[ -e {mark} ] && exec {sys.executable} -m prefect.engine; : >{mark}; exec sleep 600"
     run = host_env.submit(make_sleeping_spec(), command=f"sh -c '{script}'")
     (pid,) = wait_for(lambda: mark.exists() and run.processes(), "its first process")
@@ -172,8 +172,8 @@ def test_run_continues_while_the_server_is_down(
         server.start()
 
     assert_continues(run, pids)
-    # The server runs again. The upkeep process, which runs `muster reconcile` each minute, must now
-    # find the killed run.
+    # Kill the run after the restart of the server. The upkeep process, which runs
+    # `muster reconcile` each minute, must find the killed run.
     run.kill_flow()
     assert_crashed(run)
 
