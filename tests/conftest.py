@@ -64,8 +64,8 @@ _FOREIGN = (
 )
 #: Seconds after the last test until all processes of the tests must have ended.
 _LEFTOVERS_WITHIN_S = 10.0
-#: Part of the command line of a helper process of Python's multiprocessing module. The helper lives
-#: until the Python process that started the helper ends. So the helper is no leftover of a test.
+#: Part of the command line of a helper process of Python's multiprocessing module. A helper that
+#: pytest itself started lives until pytest ends. So the search for leftovers skips all helpers.
 _RESOURCE_TRACKER = "from multiprocessing.resource_tracker import main"
 
 
@@ -89,8 +89,8 @@ def find_leftovers(session_id: str) -> list[Leftover]:
 
     Two kinds of processes are not found. A process that was started with an empty environment lacks
     the variable. For a fork of pytest, /proc shows the environment from before pytest set the
-    variable. The tests of supervision find both kinds: there, a parent process asks the kernel for
-    remaining descendants.
+    variable. The helper program `tests/support/oracle.py` finds both kinds among the descendants of
+    a flow process, because the program asks the kernel and does not read the variable.
     """
     leftovers = []
     for entry in Path("/proc").iterdir():
@@ -164,9 +164,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the test session if a process outlives the tests, even if all tests passed.
 
     The processes are reported and not killed, so that a developer can examine them. With several
-    workers (`-n 2`), only the controller process of pytest-xdist does the check. The check runs
-    after all other hooks, because one of these hooks ends the workers. Otherwise, the workers would
-    be reported, too.
+    workers (`-n 2`), only the controller process of pytest-xdist does the check. One of the other
+    hooks ends the workers. An earlier check would report the workers, too, so the check runs after
+    all other hooks.
     """
     if hasattr(session.config, "workerinput"):
         return
@@ -238,7 +238,7 @@ def prefect_url() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def forkserver(prefect_url: str) -> Iterator[ForkServer]:
-    """Run a fork server, which starts flow processes on the shared Prefect server."""
+    """Run a fork server for flow processes that use the shared Prefect server."""
     with fork_server(prefect_url) as server:
         yield server
 
@@ -247,9 +247,9 @@ def forkserver(prefect_url: str) -> Iterator[ForkServer]:
 def ray_cluster() -> Iterator[RayCluster]:
     """Run a real Ray cluster that all tests of the session share.
 
-    The cluster has two nodes with 8 logical GPUs, 32 CPUs and the custom resource {"worker_node":
-    100} each, and a head node that runs no work. A test must not change this cluster. To kill a
-    node or the head, a test starts another cluster.
+    The cluster has two worker nodes, and a head node that runs no work. Each worker node has 8
+    logical GPUs, 32 CPUs and the custom resource {"worker_node": 100}. A test must not change this
+    cluster. To kill a node or the head, a test starts another cluster.
     """
     with RayCluster.run() as cluster:
         yield cluster
