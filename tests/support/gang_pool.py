@@ -90,8 +90,9 @@ class GangPool:
         pool = {"name": self.name, "type": self.type, "concurrency_limit": limit}
         template = self._template(settings)
         self.host_env.post("/work_pools/", **pool, base_job_template=template)
-        # Each work pool has a queue `default` from the beginning, with priority 1. If another queue
-        # gets this priority, the server moves the queue `default` to the next priority.
+        # The work pool already has a queue `default`, with priority 1. If a new queue gets the
+        # priority of `default`, the server moves `default` to the next priority. So create the new
+        # queues in the order of their priorities. Then the server moves no queue except `default`.
         for queue, rank in sorted(self.ranks.items(), key=lambda item: item[1]):
             if queue != "default":
                 self.host_env.post(f"/work_pools/{self.name}/queues", name=queue, priority=rank)
@@ -242,7 +243,7 @@ class GangPool:
         return process, Run(host_env=self.host_env, flow_run_id=flow_run_id)
 
     def hold(self, nodes: Mapping[str, int], *, hours: float = 1, tags: Sequence[str] = ()) -> Run:
-        """Create a run that holds GPUs on the Prefect server but has no process.
+        """Create a flow run that holds GPUs. No process belongs to this flow run.
 
         Args:
             nodes: Mapping from the name of a node to the number of GPUs to hold.
@@ -335,7 +336,7 @@ class GangPool:
         return [json.loads(line) for line in self.lines.read_text().splitlines()]
 
     def flow_runs(self) -> dict[str, dict[str, Any]]:
-        """Return a mapping from flow run id to current flow run, with all submitted runs."""
+        """Read all submitted runs from the server; return a mapping from id to flow run."""
         ids = list(self.asked)
         flow_runs: dict[str, dict[str, Any]] = {}
         for start in range(0, len(ids), 100):
@@ -387,7 +388,7 @@ def gang_pool(
     server: Server | None = None,
     **settings: Any,
 ) -> Iterator[GangPool]:
-    """Start a Prefect server with one work pool, and no worker, while the context is open.
+    """Run a Prefect server with one work pool while the context is open. Start no worker.
 
     After the context, the server and all programs of the pool have ended.
 

@@ -533,8 +533,8 @@ async def test_silent_server_is_given_up(
     ):
         await can_take(scheduling_lease)
 
-    # The server stored the lease, but answered only after the time-out of the request. So the
-    # scheduler deleted the lease again.
+    # The server stored the lease after the scheduler had given up the request. So the scheduler
+    # deleted the stored lease.
     assert server.lease is None
 
 

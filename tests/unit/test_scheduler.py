@@ -338,8 +338,8 @@ def find_final_state(
     with suppress(Killed):
         run_passes(server, 2)
     server.before.clear()
-    # The server cancels the run just before the scheduler's request number `cancelled`. If the
-    # scheduler sent fewer requests, cancel the run now.
+    # If the scheduler sent too few requests, the function `cancel` above was not called. In this
+    # case, cancel the run now.
     if "Cancelled" not in server.history(run) and "Cancelling" not in server.history(run):
         server.cancel(run)
     run_passes(server, 2)
@@ -539,14 +539,14 @@ def test_run_requeued_during_a_reading_keeps_its_position(
         _pass, started = asyncio.run(scheduler.decide(lambda entry, nodes: True))
         return [entry.id for entry in started] == [first]
 
-    # A scheduling pass sends this number of requests `read_flow_runs`. In each iteration below, the
-    # run `first` is requeued just before a different request.
+    # A scheduling pass sends several requests with the name `read_flow_runs`. In each iteration
+    # below, the run `first` is requeued just before a different one of these requests.
     holds_again = 3 + 1 + 3 + is_passed + 1
     assert all(starts_first_if_requeued_before(reading) for reading in range(1, holds_again + 1))
 
 
 def behind_a_limit(count: int) -> ScriptedPrefect:
-    """Return a server with a free node, and runs that may not start yet.
+    """Return a server with a free node and with waiting runs that may not start yet.
 
     The runs have the tag `red`. Another run uses all GPUs that the limit of this tag allows.
 
