@@ -45,8 +45,8 @@ def make_topology(
     Args:
         engines: Number of engines.
         servers: Number of servers of each engine.
-        token: HTTP request of the probe that lets a server generate a token. None for no such
-            probe.
+        token: HTTP request that makes a server generate a token, as a health check. None for no
+            health check of this kind.
         are_experts: True if every server is an entrypoint, which accepts requests and updates the
             weights of the server's own rank. If False, only the first server of each engine is an
             entrypoint, and updates the weights of all ranks of the engine. The other servers have
@@ -202,7 +202,7 @@ class FakeHost:
             )
 
     def _kill_epoch(self, epoch: int, rank: int) -> None:
-        """End the process of a server, unless the server was restarted since the start `epoch`."""
+        """End the process of a server, unless a restart has changed the server's epoch."""
         if self[rank].epoch == epoch:
             self.die(rank)
 

@@ -36,8 +36,8 @@ class S3Server:
         self._application = DomainDispatcherApplication(create_backend_app)
         self._server: BaseWSGIServer | None = None
         self._port = 0
-        #: Function that the server calls with the method and the path of each request before the
-        #: answer.
+        #: Function that the server calls before the server answers a request. The arguments are the
+        #: method and the path of the request.
         self.before_request: Callable[[str, str], None] = lambda method, path: None
         #: Set when the server stops, so that delayed requests end.
         self._is_stopping = threading.Event()
@@ -77,7 +77,7 @@ class S3Server:
         Args:
             is_checked: True to refuse requests with unknown credentials. False to accept all.
         """
-        # moto checks the credentials after this number of requests.
+        # Number of requests, from now on, that moto accepts without a check of the credentials.
         count = b"0" if is_checked else b"inf"
         request = urllib.request.Request(
             f"{self.url}/moto-api/reset-auth",

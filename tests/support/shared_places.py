@@ -69,7 +69,7 @@ def attack(
 
 @contextmanager
 def attacking(act: Callable[[], object]) -> Iterator[int]:
-    """Call a function in a new process of the user ATTACKER; kill the process after the context.
+    """Call a function in a new process of user ATTACKER; kill the process when the context ends.
 
     Args:
         act: The function.

@@ -48,7 +48,8 @@ async def repeat(seconds: float, piece: bytes) -> AsyncIterator[bytes]:
 class Answer:
     """Fake `ServedConnection` with the response of a server.
 
-    If `whole` is None, the response sends its `pieces` and then never ends.
+    If `whole` is None, the response contains the `pieces`. After the last piece, the response stays
+    incomplete.
     """
 
     status: int = 200

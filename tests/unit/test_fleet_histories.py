@@ -31,7 +31,7 @@ class HistoryChecker:
 
     harness: FleetHarness
     dice: Random
-    #: Number of broadcasts so far. Each broadcast sends other weights.
+    #: Number of broadcasts so far. Each broadcast sends new weights.
     broadcasts: int = 0
     #: Descriptions of the violated rules.
     violations: list[str] = field(default_factory=list)
@@ -77,10 +77,11 @@ class HistoryChecker:
             self.damaged.discard(after.index)
 
     def check_rules(self) -> None:
-        """Record each server that gets requests although the rules of the fleet forbid this.
+        """Record each server that gets requests but must not get requests.
 
-        Only a server with the committed weights, whose group is in a serving state, may get
-        requests. The router must know the group's epoch, which counts the starts of the group.
+        A server may get requests only if the server has the committed weights and the server's
+        group is in a serving state. The router must know the group's epoch, which counts the starts
+        of the group.
         """
         fleet = self.harness.fleet
         for entrypoint in fleet.router.entrypoints:
