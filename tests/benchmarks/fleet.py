@@ -159,8 +159,8 @@ def _is_out(snapshot: dict[str, Any], rank: int, epoch: int) -> bool:
     Args:
         snapshot: Status document of the gateway.
         rank: Rank of the server.
-        epoch: Epoch of the failed server, which counts the starts of the server. A higher epoch in
-            the snapshot means that the server was restarted.
+        epoch: Number of starts of the server before its failure. A higher number in the snapshot
+            means that the server was restarted.
     """
     server = snapshot["servers"][rank]
     serves = server["state"] in ("active", "suspect") and server["reachable"]

@@ -56,13 +56,13 @@ def _watch(
     installed_peers: list[peers.Peer],
     missing: list[Missing],
 ) -> list[Row]:
-    """Measure all ways to watch components, for one number of components.
+    """Measure Muster, the polling loops, and the supervisors of other projects.
 
     Args:
-        count: Number of components that each way watches.
+        count: Number of components that each supervisor and each polling loop watches.
         windows: Number of time windows.
         window_s: Length of a window, in seconds.
-        installed_peers: Other supervisors.
+        installed_peers: Installed supervisors of other projects.
         missing: This function appends the supervisors that do not start in time.
     """
     say(f"  starting {1 + len(_MODELS) + len(installed_peers)} x {count} components")
@@ -125,7 +125,7 @@ def _watcher(way: str, count: int) -> Iterator[tuple[int, float]]:
         count: Number of components.
 
     Yields:
-        The process id of the program, and the seconds until all components ran.
+        The process id of the program, and the seconds until all components were running.
     """
     with folder() as place:
         began = time.monotonic()

@@ -26,10 +26,10 @@ _SCALARS = ("int", "float", "str")
 
 
 def options_of(backend: str, folder: Path) -> tuple[Option, ...]:
-    """Return all arguments of a backend's server, from the unpacked package.
+    """Return all arguments of a backend's server, read from the backend's sources in a folder.
 
     Raises:
-        LookupError: The sources have another layout than in the known versions.
+        LookupError: The sources do not have the layout of the known versions.
     """
     readers = {"sglang": _read_sglang, "lmdeploy": _read_lmdeploy, "vllm": _read_vllm}
     options: dict[str, Option] = {}
@@ -74,7 +74,10 @@ def _read_sglang(folder: Path) -> Iterator[Option]:
 def _read_sglang_field(
     node: ast.AnnAssign, annotation: ast.Subscript, constants: Mapping[str, Any]
 ) -> Iterator[Option]:
-    """Yield the argument that a field of SGLang's settings class defines, if any."""
+    """Yield the command-line argument of a field in SGLang's settings class.
+
+    Yield nothing if the field has no command-line argument.
+    """
     if ast.unparse(annotation.value) not in ("A", "Annotated"):
         return
     parts = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else []
