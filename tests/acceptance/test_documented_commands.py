@@ -183,7 +183,7 @@ def test_every_command_of_a_document_works(page: Document, stack: Reader) -> Non
     env = dict(stack.env)
     if page.path.name != "README.md":
         # All documents except the README assume that the stack of the README is running, and that
-        # this variable is set.
+        # PREFECT_API_URL is set.
         env["PREFECT_API_URL"] = stack.api_url
     reader = Reader(home=stack.home, port=stack.port, env=env, dashboard=stack.dashboard)
 

@@ -381,8 +381,8 @@ async def test_all_gpus_are_free_after_the_end_even_if_actors_are_detached(
     await wait_until(
         lambda: plan.command.log.exists() and b"\ntaken\n" in plan.command.log.read_bytes()
     )
-    # The cluster's control store counts the GPUs as used only a moment after the driver has printed
-    # "taken".
+    # When the driver prints "taken", the cluster's control store may still count the job's GPUs as
+    # free. So wait until only 8 GPUs of the cluster are free.
     while sum((await free_gpus(ray_cluster.gcs_address)).values()) != 8:
         await asyncio.sleep(0.05)
 

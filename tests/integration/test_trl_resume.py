@@ -153,6 +153,6 @@ def check_tracked_steps(tracked: list[WandbRun], session: RunSession) -> None:
         # An attempt counts as complete even if W&B lacks its last step. The trainer may have been
         # interrupted after this step, before it reported the step to W&B.
         complete += len(shown) >= len(trained) - 1
-    # W&B loses steps only of attempts that SIGKILL ended. At least two attempts ended without
-    # SIGKILL.
+    # If SIGKILL ends an attempt, W&B may lose the last steps of the attempt. At least two attempts
+    # ended without SIGKILL, so at least two attempts must be complete.
     assert complete >= 2

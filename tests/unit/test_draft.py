@@ -354,7 +354,8 @@ def test_script_that_writes_no_metrics_completes_without_success(tmp_path: Path)
     text = draft_spec(folder).text
 
     assert yaml.safe_load(text).get("success") is None
-    # The user removes the # before `success` when the script writes its steps to a metrics file.
+    # After changing the script to write its steps to a metrics file, the user removes the # before
+    # `success`.
     assert yaml.safe_load(text.replace("# success:", "success:"))["success"] == {"step": 39}
 
 
@@ -379,8 +380,8 @@ def test_step_key_is_the_key_that_the_script_writes(
     spec = load_draft(folder)
 
     assert spec.progress is not None and spec.progress.step == (key or "step")
-    # If Muster does not know the key of the training step, a run with `success` would fail at the
-    # end. So the spec has no `success`.
+    # A run with `success` fails if Muster does not find the last training step in the metrics. So
+    # the spec has `success` only if Muster knows the key of the step in the metrics.
     assert (spec.success is not None) is (key is not None)
 
 
@@ -940,7 +941,8 @@ def test_accelerate_starts_a_script_that_imports_a_training_with_accelerate(tmp_
         ("import fast\n", {".venv/lib/python3.11/site-packages/fast.py": ENGINE}),
         ("import fast\n", {"fast.txt": ENGINE, "fast/notes.txt": ENGINE}),
         ("import data\n", {"data.py": '"""Data.\n\nFor torchrun."""\n# accelerate launch\n'}),
-        # Muster's own module `muster_metrics` names several frameworks, so Muster ignores it.
+        # Muster searches imported modules for the names of frameworks, but not its own module
+        # `muster_metrics`: that module contains the names of several frameworks.
         ("import muster_metrics\n", {"muster_metrics.py": read_hook()}),
         # The import names a folder above the project.
         ("from .....engine import train\n", {"engine.py": ENGINE}),

@@ -80,7 +80,7 @@ def with_state(
 
 
 def write_result(place: RunPlace, number: int, result: object, name: str = "math") -> None:
-    """Write the result of an evaluation, in place of the evaluation's program."""
+    """Write the result file that the program of an evaluation would write."""
     path = locate_evaluation_result(place, name, number)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result))

@@ -24,7 +24,10 @@ from tasks.train.command import _run_to_end
 def terminal_with_record(
     place: Path, state: RunState, message: str, *, flow_run_id: str = ""
 ) -> Any:
-    """Return a fake terminal with the path of a `run.json` that has this state and message."""
+    """Return a fake terminal whose field `record` is the path of a new `run.json`.
+
+    This file contains the given state and message.
+    """
     record = RunJson(
         run_id="r", flow_run_id=flow_run_id, state=state, message=message, started_at=1.0
     )

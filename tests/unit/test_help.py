@@ -177,8 +177,7 @@ def test_every_program_is_listed_here() -> None:
         for folder in ("flows", "tasks", "deployments", "tests/faults", "tests/benchmarks")
         for path in (ROOT / folder).rglob("*.py")
         if re.search(r"^if __name__ == .__main__.:", path.read_text(encoding="utf-8"), re.MULTILINE)
-        # These programs are components of runs. Run specs start them as scripts, and not with
-        # `python -m`.
+        # These programs are components of runs. Runs start them as scripts, not with `python -m`.
         and not {"quickstart", "quickstart-llm"} & {*path.parts}
     }
 

@@ -27,7 +27,7 @@ def _source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def open_sockets() -> Iterator[list[ListeningSocket]]:
-    """Listen on IPv4 and IPv6 addresses, and yield what must be found about these sockets."""
+    """Listen on IPv4 and IPv6 addresses, and yield a description of each listening socket."""
     addresses = [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET, "0.0.0.0")]
     if os.path.exists("/proc/net/if_inet6"):
         addresses += [(socket.AF_INET6, "::1"), (socket.AF_INET6, "::")]

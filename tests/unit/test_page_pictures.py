@@ -218,7 +218,7 @@ def test_ticks_are_round_numbers_within_the_range() -> None:
 @pytest.mark.parametrize(
     ("line", "name"),
     [
-        # the metrics have a reward and a loss: the reward is drawn
+        # the metrics have a reward and a loss: the picture shows the reward
         ({"step": 1, "reward": 0.5, "loss": 3.0}, "reward"),
         # metrics that verl's file logger writes, below the key `data`
         (

@@ -32,8 +32,8 @@ MUSTER_SETTINGS = {
     "MUSTER_PRUNE_DAYS",
     "MUSTER_PRUNE_OUTPUTS",
 }
-#: Environment variables in the files of `deployments/production` that neither Muster nor Prefect
-#: reads.
+#: Environment variables that neither Muster nor Prefect reads. The files of
+#: `deployments/production` contain these variables.
 OTHER_SETTINGS = {"DO_NOT_TRACK", "PYTHONUNBUFFERED", "POSTGRES_PASSWORD"}
 
 

@@ -57,8 +57,8 @@ HEAD = node("head", is_head=True, CPU=4)
         ([HEAD, node("a", worker_node=100)], {"worker_node": 0.001}, {}),
         # no node has the resource `worker_node`, so the job requests a node that is not the head
         ([HEAD, node("a", CPU=1)], {}, {"ray.io/node-id": "!head-id"}),
-        # the cluster has only a head node, so the job requests no other node. The resource
-        # `worker_node` of a head node does not count
+        # the cluster has only a head node, with or without the resource `worker_node`. So the
+        # driver may run on the head node
         ([HEAD], {}, {}),
         ([node("head", is_head=True, worker_node=1)], {}, {}),
     ],

@@ -60,7 +60,10 @@ def ended_run(muster_home: Path) -> str:
 
 
 def run_muster(*words: str, server: str) -> subprocess.CompletedProcess[str]:
-    """Run `muster` in a new process. The last line on stderr is True if Prefect was imported."""
+    """Run `muster` in a new process.
+
+    The last line on stderr says whether the process has imported Prefect: `True` or `False`.
+    """
     return subprocess.run(
         [sys.executable, "-c", PROGRAM, *words],
         capture_output=True,
