@@ -110,8 +110,8 @@ def test_ctrl_c_ends_the_wait_for_the_next_attempt(
     ("kinds", "attempts"),
     [
         (["STORAGE"] * 3, ["STORAGE", "STORAGE"]),
-        # Attempts that fail for lack of GPUs (FULL) do not reduce the number of attempts that are
-        # allowed after another failure (STORAGE).
+        # Attempts that fail for lack of GPUs (FULL) do not count against the limit for STORAGE,
+        # which is 2 attempts.
         (["STORAGE", "FULL", "FULL", "STORAGE"], ["STORAGE", "FULL", "FULL", "STORAGE"]),
     ],
 )

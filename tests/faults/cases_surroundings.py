@@ -210,8 +210,8 @@ UNKILLABLE = [
     _unkillable(
         "a process that cannot be reaped", _trace, _check_verdict_names_pid, levels=LEVELS[:-1]
     ),
-    # At level L4, the process that cannot be reaped keeps the PID namespace of the run alive. The
-    # reported failure does not name the component of this process.
+    # At level L4, Muster only notices that the run's PID namespace does not end. The reported
+    # failure may then name the wrong component, so this case accepts any component.
     _unkillable(
         "a process that cannot be reaped",
         _trace,

@@ -60,16 +60,16 @@ for step in range(int(sys.argv[2])):
     time.sleep(0.1)
 print("done", flush=True)
 """
-#: Seconds within which a flow process must start. Also the time limit of the wait from the start
-#: until the flow process is killed.
+#: Time limit, in seconds, for each of two waits: until the flow process exists, and then until the
+#: phase of the run begins in which the flow process is killed.
 _COMES_WITHIN_S = 150.0
-#: Seconds after the kill of the flow process within which the run must have its final state.
+#: Time limit, in seconds, from the kill of the flow process to the correct final state of the run.
 _TRUE_WITHIN_S = 240.0
 #: Mapping from a state in `run.json` to the equivalent states on the Prefect server.
 _AGREE = {"completed": {"COMPLETED"}, "failed": {"FAILED", "CRASHED"}, "cancelled": {"CANCELLED"}}
 _FINAL_AT_RAY = {"SUCCEEDED", "FAILED", "STOPPED"}
-#: Ways to start and to recover a run, as `Trial.way` describes them. Each element is used by a
-#: quarter of the runs, so half of the runs use "adopt".
+#: Ways to start and to recover a run, as `Trial.way` describes them. The runs use the elements in
+#: turn. The list contains "adopt" twice, so half of the runs use "adopt".
 _WAYS = ("adopt", "stop", "adopt", "direct")
 #: Program that closes the records of lost runs every two seconds, as `muster reconcile` does.
 _RECONCILE_REPEATEDLY = """
@@ -123,7 +123,7 @@ class Trial:
 
     @property
     def starts_path(self) -> Path:
-        """File with one line for each start of the Ray job: the number of the attempt."""
+        """File to which the Ray job appends the number of the attempt whenever the job starts."""
         return self.host_env.home / f"began-{self.number}"
 
     def spec(self) -> dict[str, Any]:
@@ -167,7 +167,8 @@ class Trial:
     def events(self) -> list[str]:
         """Return the names of the run's events.
 
-        The name of an event about the state of the Ray job is followed by that state.
+        For an event about the state of the Ray job, the string also contains the state, for example
+        `job.state RUNNING`.
         """
         names = []
         for line in text_of(self.attempt / "events.jsonl").splitlines():
@@ -371,8 +372,6 @@ def drawn(runs: int, seed: int, host_env: HostEnvironment, cluster: RayCluster) 
 
     Each way to start a run is combined with each moment of the kill about equally often.
     """
-    # The draws need their own random generator, so that the same seed gives the same draws. The
-    # shared generator of the module `random` also chooses free ports.
     random = Random(seed)
     moments = list(_MOMENTS)
     pairs = []

@@ -32,7 +32,8 @@ class Row:
     level: str
     #: Final state of the run with its failure, or the reason why the test was skipped or failed.
     verdict: str
-    #: Seconds until the run had no process left. None if the test did not finish.
+    #: Seconds from the fault until the run had no process left. If the teardown began after the
+    #: fault, the seconds count from the beginning of the teardown. None if the test did not finish.
     empty_after_s: float | None
     #: Kernel interfaces that confirmed that no process was left, joined by "+".
     #:

@@ -29,8 +29,8 @@ PART = {
     "MUSTER_HOME does not answer when a component dies": [Phase.RUNNING],
     "Ctrl-C to the foreground group, twice": [Phase.STOPPING],
 }
-#: Titles of fault cases that only `make thorough` runs, because these cases are slow or other tests
-#: nearly cover them.
+#: Titles of fault cases that only `make thorough` runs. Each of these cases is slow, or is nearly
+#: covered by other tests.
 THOROUGH = {
     "disk full when a component is to be registered",
     "leader ignores TERM",

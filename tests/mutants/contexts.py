@@ -28,7 +28,7 @@ def function_of(nodeid: str) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Tell coverage the name of the running test, so that lines are stored for each test."""
+    """Make coverage store the executed lines under the name of the running test."""
     measurement = coverage.Coverage.current()
     assert measurement is not None, "start pytest with `coverage run -m pytest`"
     measurement.switch_context(function_of(item.nodeid))
