@@ -145,9 +145,9 @@ class Server:
                 return struct.pack("<QQQQQIIII24x", *sizes, 4096, 255, 4096, 0)
             case 18 | 20 | 29 | 34:  # RELEASE, FSYNC, RELEASEDIR, ACCESS
                 return b""
-        # Reject all other operations, such as FLUSH. The kernel sends FLUSH when a program closes a
-        # file, but never again after this error. So a program with an open file can end even while
-        # a test has suspended this server.
+        # Reject all other operations, such as FLUSH, with ENOSYS. After this answer to FLUSH, the
+        # kernel no longer sends FLUSH when a program closes a file. So a program can close its
+        # files and end while a test has suspended this server.
         raise Refused(errno.ENOSYS)
 
     def _child(self, folder: Node, name: bytes) -> Node:

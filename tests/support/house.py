@@ -43,7 +43,7 @@ PREFECT_FROM = ("server", "queue", "upkeep", "pipeline", "train")
 #: Beginnings of the paths of modules that may import Ray.
 RAY_ONLY = ("tasks/ray/", "tasks/rollout/actor.py", "tasks/rollout/ray_host.py")
 #: Programs that run under `python -I -S`, which ignores installed packages. These programs may
-#: import only the standard library and each other, without a package name: `import tree`.
+#: import only the standard library and each other, for example `import tree`.
 ALONE = (
     "tasks/processes/guardian.py",
     "tasks/processes/cgroup.py",
@@ -210,7 +210,7 @@ class Figures:
     longest_chain: tuple[str, ...]
     #: Groups of modules that import each other in a circle.
     circles: tuple[tuple[str, ...], ...]
-    #: Number of lines and path of the module with the most lines.
+    #: `(number of lines, path)` of the module with the most lines.
     longest: tuple[int, str]
     #: Names of top-level classes that several modules of `tasks/` define.
     names_borne_twice: tuple[str, ...]
@@ -234,7 +234,7 @@ def measure(root: Path) -> Figures:
 
 
 def _classes(root: Path, paths: list[str]) -> Counter[str]:
-    """Count the top-level classes of modules by their name."""
+    """Return a mapping from a class name to the number of top-level classes with this name."""
     trees = (ast.parse((root / path).read_text(encoding="utf-8")) for path in paths)
     classes = (node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
     return Counter(node.name for node in classes)

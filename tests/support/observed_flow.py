@@ -199,7 +199,7 @@ class ObservedFlow:
         os.kill(self.pid, signum)
 
     def end(self) -> None:
-        """Cancel the run. A second call ends the grace period of its components at once."""
+        """Cancel the run."""
         if self._part.oddity == "signals-blocked":
             state = {"type": "CANCELLING"}
             url = f"{self._forkserver.api}/flow_runs/{self.flow_run()['id']}/set_state"
@@ -268,7 +268,7 @@ class ObservedFlow:
 
 @contextlib.contextmanager
 def run_unrelated_processes() -> Iterator[tuple[int, ...]]:
-    """Run two processes that belong to no run while the context is open; yield their pids.
+    """Start two processes that belong to no run, yield their pids, and kill them afterwards.
 
     Muster must not stop these two processes.
     """

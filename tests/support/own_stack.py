@@ -114,7 +114,10 @@ class OwnStack:
         return self.begin(*words)
 
     def up(self, *options: str) -> str:
-        """Run `muster up` until all processes that it starts are ready, and return its output."""
+        """Run `muster up`, and return its output.
+
+        The command starts background processes, and ends when all of these processes are ready.
+        """
         with self.begin_up(*options) as up:
             output, _ = up.communicate(timeout=_UP_WITHIN_S)
         assert up.returncode == 0, output

@@ -26,7 +26,7 @@ class FreeNode:
     cpus: float | None
 
     def suffices(self, demand: Demand) -> bool:
-        """Return True if the node has enough free GPUs and CPUs for one node of a gang."""
+        """Return True if the node's free GPUs and CPUs cover a gang's demand per node."""
         cpus = demand.gpus_per_node * demand.cpus_per_gpu
         return self.gpus >= demand.gpus_per_node and (self.cpus is None or self.cpus + 1e-6 >= cpus)
 
@@ -179,7 +179,7 @@ def forecast_start(head: Waiting, running: Sequence[Held], free: FreeNodes, now:
     Args:
         head: The first waiting gang.
         running: The running gangs, with their expected ends.
-        free: GPUs and CPUs of each node that are free now.
+        free: The currently free GPUs and CPUs of each node.
         now: Current time, in seconds.
     """
     free_then = copy_nodes(free)
@@ -187,7 +187,8 @@ def forecast_start(head: Waiting, running: Sequence[Held], free: FreeNodes, now:
     #: Gangs that end before the first waiting gang starts, in the order of their ends.
     ended: list[Held] = []
     #: Number of gangs in `ended` that end before the first waiting gang has enough GPUs. The other
-    #: gangs end later, while the first waiting gang must still wait for its time `not_before`.
+    #: gangs in `ended` end later, but not after `not_before`, the earliest start of the first
+    #: waiting gang.
     ended_before_fit = 0
     at = head.not_before if head.not_before > now else None
     while running_then:

@@ -62,9 +62,8 @@ class FlowInstructions:
     plan: Mapping[str, Any]
     #: Name of an unusual condition of the flow process, from `CONDITIONS`. Empty for no condition.
     oddity: str = ""
-    #: Name of the component at whose start the condition begins. The docstring of the condition's
-    #: function describes other possible values. Only the conditions in `CONDITIONS_OF_A_MOMENT` use
-    #: this field.
+    #: Argument `at` of the condition's function in `CONDITIONS`, for example the name of a
+    #: component. Only the conditions in `CONDITIONS_OF_A_MOMENT` use this field.
     at: str = ""
     #: Highest containment level to use: `L2` (guardian processes), `L3` (cgroups) or `L4`
     #: (namespaces). Empty for the level that a run normally gets.
@@ -195,7 +194,7 @@ def wait_for_any_child(run: Callable[[], None]) -> None:
 
 
 def create_in_short_lived_thread(run: Callable[[], None]) -> None:
-    """Call `run`, but execute the constructor of `Supervisor` in a new thread.
+    """Call `run`. When `run` creates a `Supervisor`, a new thread executes the constructor.
 
     The thread ends when the constructor returns.
     """
@@ -211,10 +210,10 @@ def create_in_short_lived_thread(run: Callable[[], None]) -> None:
 
 
 def fork_after_guardians(run: Callable[[], None]) -> None:
-    """Call `run`, and fork this process after the guardian processes have started.
+    """Call `run`, and fork the flow process as soon as `run` has started the guardian processes.
 
-    The forked process has copies of all descriptors, and ends when the file `release` exists. A
-    guardian is the process that owns the process tree of one component.
+    A guardian is the process that owns the process tree of one component. The forked process has
+    copies of all file descriptors, and ends when the file `release` exists.
     """
     init = Supervisor.__init__
 
@@ -288,8 +287,8 @@ def run_out_of_descriptors(run: Callable[[], None], at: str) -> None:
 
     def with_limit(self: Supervisor, *arguments: Any) -> None:
         if not at or arguments[0] == at:
-            # `listdir` also lists its own descriptor, which is closed afterwards. So if `spare` is
-            # -1, the limit is the number of open descriptors.
+            # If `spare` is -1, no further file can be opened, because `listdir` returns one
+            # descriptor too many: the descriptor that `listdir` itself opens and closes.
             spare = -1 if at else 12
             limit = len(os.listdir("/proc/self/fd")) + spare
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
@@ -325,7 +324,8 @@ def lose_the_template(run: Callable[[], None], at: str) -> None:
 
         # Suspend the template process, which forks the guardians. The method `fork` then sends a
         # request to the suspended process, and calls the function `recv` below to get the answer.
-        # `recv` lets the template process run until it has a child, and then causes the failure.
+        # `recv` lets the template process run until it has a child, and then causes the failure
+        # that the argument `at` names.
         os.kill(template_pid, signal.SIGSTOP)
         receive_answer = self._channel.recv
 
