@@ -138,7 +138,7 @@ def _measure_without_muster() -> float:
 
 
 def _supervisor_of(place: Path, data: Path, hanging: str, events: EventLog) -> Supervisor:
-    """Return the supervisor of an attempt whose metrics, log or checkpoints are in a folder.
+    """Return the supervisor of an attempt.
 
     Args:
         place: Folder of the attempt, on a disk that always answers.

@@ -23,8 +23,8 @@ _IN_FLIGHT, _QUICK_IN_FLIGHT = (100, 400, 1_600), (10, 40)
 _SWEPT, _QUICK_SWEPT = (10, 100, 1_000, 3_000), (10, 50)
 #: Number of health sweeps that are measured for each number of servers.
 _SWEEPS, _QUICK_SWEEPS = 5, 1
-#: Time limit, in seconds, for one request to the fake server. Also the time limit until all
-#: requests have reached the fake server.
+#: Time limit, in seconds, for each of two waits: for one answer of the fake server, and for the
+#: arrival of all requests at the fake server.
 _WITHIN_S = 60.0
 _BODY = b'{"model": "m", "messages": [{"role": "user", "content": "What is 6 x 7?"}]}'
 _REQUEST = (

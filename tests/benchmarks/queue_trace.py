@@ -126,7 +126,7 @@ def _shape(cells: Mapping[str, str], at: str, gpus_per_cluster_node: int) -> tup
 
 
 def _number(cells: Mapping[str, str], name: str, at: str) -> float:
-    """Return the number in a cell, which must not be negative."""
+    """Return the number in a cell. The number must not be negative."""
     try:
         number = float(cells[name])
     except ValueError:

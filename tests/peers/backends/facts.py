@@ -43,7 +43,7 @@ class Option:
     choices: tuple[Any, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Return this command-line argument as a JSON object, without an empty list of choices."""
+        """Return this command-line argument as a JSON object. Omit an empty list `choices`."""
         content: dict[str, Any] = {
             "names": list(self.names),
             "takes": self.takes,
@@ -121,7 +121,7 @@ def as_text(backend: str, version: str, source: str, options: Sequence[Option]) 
 
 
 def faults_in(argv: Sequence[str], known: Facts) -> Iterator[str]:
-    """Yield a line for each argument of a command that its inference server does not accept."""
+    """Yield a message for each argument in `argv` that the inference server does not accept."""
     arguments = _strip_program(argv, known.backend)
     if arguments is None:
         yield f"{known.backend}: does not start a server: {' '.join(argv[:3])}"
