@@ -44,7 +44,7 @@ FAILED, WAITS, FLOOR, DRAINED = (
 
 
 class Sink:
-    """A web server that stores the messages that Prefect's automations send to its webhook."""
+    """A web server that stores the messages of Prefect's automations."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, str]] = []

@@ -291,7 +291,7 @@ async def start_process(
     forks the flow process. Otherwise, an ordinary process is started.
 
     Returns:
-        A task that ends when the flow process ends, and the flow process.
+        `(task, process)`: `process` is the flow process, and `task` ends when the process ends.
     """
     started: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     ended_task = asyncio.create_task(

@@ -26,13 +26,15 @@ def limit(bound: float) -> Limit:
         ((10.0, 55.0, 505.0), 1_000, "1,900"),
         # the result is at most ten times the largest measured number of runs
         ((10.0, 55.0, 505.0), 100_000, "over 10,000"),
-        # the durations do not grow with the number of runs, so the limit is unknown. The result is
-        # the word "over" and ten times the largest measured number of runs
+        # the durations do not grow with the number of runs, so they never reach the bound. The
+        # result is the word "over" and ten times the largest measured number of runs
         ((7.0, 7.0, 7.0), 1_000, "over 10,000"),
         ((9.0, 8.0, 7.0), 1_000, "over 10,000"),
-        # even without runs, the duration is 5 ms, which is above the bound of 1 ms
+        # according to the fitted line, 5 ms + 0.5 ms per run, even 0 runs take longer than the
+        # bound of 1 ms
         ((10.0, 55.0, 505.0), 1, "0"),
-        # 14 runs take 12 ms (5 ms, and 0.5 ms for each run). A limit below 100 is not rounded
+        # 14 runs take 12 ms (5 ms + 0.5 ms per run), which is the bound. A result below 100 is not
+        # rounded
         ((10.0, 55.0, 505.0), 12, "14"),
     ],
 )

@@ -206,7 +206,9 @@ def test_attempt_that_used_up_its_time_counts_as_a_try() -> None:
 @pytest.mark.parametrize(
     ("steps", "counted"),
     [
-        # earlier failures count until an attempt reaches a step beyond all earlier steps
+        # each number in a list is the last step of an attempt. The failure of an attempt counts
+        # against the retry limit until a later attempt reaches a step beyond all earlier steps. The
+        # last attempt of the list is not counted
         ([24, 20], 1),
         ([24, 24], 1),
         ([24, 12, 12], 2),

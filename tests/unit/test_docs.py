@@ -55,7 +55,7 @@ def document(name: str) -> Document:
 
 
 def blocks_with(info: str) -> list[Any]:
-    """Return the code blocks of all documents with this info string, as pytest parameters.
+    """Return the code blocks with this info string in all documents, as pytest parameters.
 
     The info string is the text after the opening fence, for example "yaml".
     """

@@ -161,8 +161,9 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         (flow_run(RUNNING, 29, flow_id=PIPELINE, deployment_id=uuid4()), host(), None),
         (flow_run(RUNNING, 60, flow_id=PIPELINE, deployment_id=uuid4()), ALIVE, None),
         (flow_run(CANCELLING, 60, flow_id=PIPELINE, deployment_id=uuid4()), host(), "Cancelled"),
-        # a person started the pipeline without a worker, and the process has ended (GONE_TAG
-        # contains its id). So no worker starts another process, and the pipeline has crashed
+        # a person started the pipeline without a worker, so no worker starts another process for
+        # the pipeline. GONE_TAG shows that the pipeline's process has ended, so the pipeline has
+        # crashed
         (flow_run(RUNNING, 60, flow_id=PIPELINE, labels={}, tags=[GONE_TAG]), host(), "Crashed"),
         (
             flow_run(RUNNING, 60, flow_id=PIPELINE, deployment_id=uuid4(), tags=[GONE_TAG]),
@@ -180,8 +181,8 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         # a process with another pid, or of another program, cannot belong to the flow run
         (flow_run(RUNNING, 60, infrastructure_pid="8"), host(hidden={7: ENGINE}), "Crashed"),
         (flow_run(PENDING, 60), host(hidden={7: "sshd"}), "Scheduled"),
-        # the flow run was on another host, which is lost. So no process of this host belongs to the
-        # flow run, and the state becomes Crashed
+        # the flow run's machine is lost. The processes that Muster finds are on another machine, so
+        # they do not belong to the flow run, and the state becomes Crashed
         (flow_run(RUNNING, 60), host(is_lost=True, hidden={7: ENGINE}), "Crashed"),
         (flow_run(RUNNING, 60, tags=[LIVING_TAG]), host(is_lost=True), "Crashed"),
         # the host of the flow run is lost, so the flow run gets a final state or returns to the

@@ -45,7 +45,7 @@ def test_standalone_programs_exist(path: str) -> None:
         ("tasks/train/a.py", "from tasks.command import main"),
         # an import from another folder of the same layer is forbidden
         ("tasks/show/a.py", "from tasks.processes import tree"),
-        # a folder of `tasks/` that the list of layers does not contain is forbidden
+        # the list of layers does not contain the folder `tasks/extra`
         ("tasks/extra/a.py", ""),
         # third-party packages that the module's folder must not import
         ("tasks/spec/a.py", "import psutil"),

@@ -268,7 +268,7 @@ def test_report_names_the_rank_that_does_not_wait_for_other_ranks(frames: tuple[
 @pytest.mark.parametrize(
     ("frames", "named"),
     [
-        # One of the two ranks waits for the other over a socket. Nothing tells which one hangs.
+        # In the first case, the frames do not show which of the two ranks hangs, so both are named.
         (["receive (t.py:9)", "load (t.py:5)"], [0, 1]),
         (["receive (t.py:9)", "load (t.py:5)", "receive (t.py:9)"], [1]),
         (["a (t.py:1)", "b (t.py:2)", "c (t.py:3)", "d (t.py:4)"], [0]),

@@ -123,7 +123,9 @@ def test_steps_are_read_more_often_than_logs(tmp_path: Path) -> None:
 
 
 def slow_messages(*steps_s: float, last_step: int | None = None) -> list[str]:
-    """Return the messages about slow steps of a run, each with its time.
+    """Return the messages about slow steps of a run.
+
+    Each message begins with the number of seconds since the start of the run.
 
     Args:
         steps_s: Durations of the steps in seconds. After the last step, the run stalls.

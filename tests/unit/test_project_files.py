@@ -147,7 +147,8 @@ def test_flows_and_tasks_import_only_what_the_project_depends_on() -> None:
         canonicalize_name(Requirement(text).name) for text in [*project["dependencies"], *extras]
     }
     owners = packages_distributions()
-    # The guardian program imports modules in its folder without the prefix `tasks.processes`.
+    # The guardian program imports modules by short names, for example `tree` instead of
+    # `tasks.processes.tree`.
     guardian_modules = {path.stem for path in (ROOT / "tasks" / "processes").glob("*.py")}
     own_packages = {"deployments", "flows", "tasks", *guardian_modules}
 

@@ -78,7 +78,7 @@ def requests_of_session(
     """Return a `ForwardedRequests` object, which reports signals and cancellations to a session.
 
     Args:
-        session: Fake session of the run, which receives the requests.
+        session: Fake session that receives the requests.
         monkeypatch: Replaces the search for the worker's flow run.
         has_worker: True if a worker has started the run.
         may_be_left: True if the next worker may continue the run after a SIGTERM. A cancelled run
@@ -221,7 +221,7 @@ def test_signal_during_a_held_lock_is_handled_afterwards(dispositions: None) -> 
 
     with end_on_request(session, uuid4(), may_be_left=False):
         with session.lock:
-            # Python runs the signal handler in this call, while this thread holds the lock.
+            # Both signals arrive while this thread holds `session.lock`.
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGINT)
         calls = [session.calls.get(timeout=10), session.calls.get(timeout=10)]

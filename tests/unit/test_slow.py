@@ -62,8 +62,8 @@ SLIME = {"perf/step_time": 100.0, "perf/train_time": 30.0, "perf/train_wait_time
             {**SLIME, "perf/rollout_time": 62.0, "perf/update_weights_time": 3.0},
             {"rollout": 0.62, "training": 0.3, "waiting": 0.05, "weight sync": 0.03, "other": 0.0},
         ),
-        # The rollout and the training run at the same time, so the rollout has no share of its own.
-        # The time in which the trainer waits for the rollout is shown as waiting.
+        # The rollout (95 s) and the training (30 s) overlap, so the rollout has no share of its
+        # own. The time in which the trainer waits for the rollout is shown as waiting.
         (
             {**SLIME, "perf/rollout_time": 95.0},
             {"waiting": 0.7, "training": 0.3, "other": 0.0},

@@ -87,7 +87,7 @@ def place(muster_home: Path) -> StackPlace:
 
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    """Start a process that has the id `fff...` of a stack in its environment."""
+    """Start a process with the stack id `fff...` in its environment."""
     process = subprocess.Popen(("sleep", "300"), env=os.environ | {STACK_VARIABLE: "f" * 32})
     yield process
     process.kill()
@@ -332,7 +332,7 @@ def test_status_shows_the_reason_for_the_end_of_a_stack(
         ({"start_ticks": 1}, False),
         # a process with the same pid and start time was recorded before a restart of the machine
         ({"boot_id": "another"}, False),
-        # the start time 0 means that the process had already ended when it was recorded
+        # the start time 0 was recorded, because the process had already ended
         ({"start_ticks": 0}, False),
     ],
 )

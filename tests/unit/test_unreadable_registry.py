@@ -54,7 +54,7 @@ TORN = {
 #: Errors of the kernel when a file is opened or read.
 ERRORS = {"EIO": errno.EIO, "EMFILE": errno.EMFILE, "ESTALE": errno.ESTALE}
 
-#: Function that damages a file so that it exists, but cannot be read.
+#: Function that makes a file unreadable, for example by wrong content or by a folder in its place.
 Damage = Callable[[Path], None]
 
 
@@ -122,7 +122,11 @@ def make_entry(run_id: str, component: str = "trainer", **changes: object) -> Pr
 
 
 def register_lost_run(home: Path, run_id: str, **changes: object) -> Path:
-    """Write the registry entry of a run whose flow process was killed. Return its directory."""
+    """Write the registry entry of a run whose flow process was killed.
+
+    Returns:
+        The directory that contains the registry entry.
+    """
     gone = ProcessId.of(os.getpid()).model_copy(update={"start_ticks": 1})
     fields = {"run_id": run_id, "host": host_name(), "process": gone}
     owner = Owner.model_validate({**fields, **changes})
