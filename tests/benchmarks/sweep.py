@@ -36,15 +36,16 @@ from tests.support.prefect_api import send_request
 from tests.support.ray_cluster import RAY_ENV, RayCluster
 
 _POINTS, _QUICK_POINTS = 200, 16
-#: Environment variable that overrides the number of points of the sweep.
-_POINTS_VARIABLE = "MUSTER_BENCH_POINTS"
+#: Environment variable that overrides the number of points of the sweep. The name has no prefix
+#: MUSTER_, because the benchmarks remove such variables from their environment.
+_POINTS_VARIABLE = "SWEEP_POINTS"
 #: Number of GPUs of the Ray cluster.
 _GPUS = 8
 #: Mean duration of a point, in seconds. A point is one of the short programs that the sweep runs.
 #: Each point lasts between 0.5 and 1.5 times this mean.
 _MEAN_S = 2.0
 #: Environment variable that overrides the mean duration of a point.
-_MEAN_VARIABLE = "MUSTER_BENCH_POINT_S"
+_MEAN_VARIABLE = "SWEEP_POINT_S"
 #: Time limit of a sweep, in seconds: a fixed part, and a part for each point.
 _LIMIT_S, _LIMIT_PER_POINT_S = 120.0, 15.0
 #: Seconds between two polls of Muster's worker. `muster up` sets the same value.
