@@ -221,7 +221,7 @@ class RolloutClient:
             timeout_s: Longest time, in seconds, until an engine answers.
 
         Returns:
-            `failures[engine]`: the reason why the request failed, for each engine that failed.
+            Mapping from each engine that failed to the reason why the request failed.
         """
         broadcast = {"method": "POST", "path": engine_path, "body": body, "timeout_s": timeout_s}
         within_s = timeout_s + _MARGIN_S

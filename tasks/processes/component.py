@@ -316,8 +316,8 @@ class AttemptContext:
         raised.
 
         Returns:
-            `left[component]`: descriptions of the processes that could not be ended. Empty if all
-            processes have ended.
+            Mapping from the name of a component to descriptions of its processes that could not be
+            ended. Empty if all processes have ended.
         """
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self.ports.close)

@@ -293,8 +293,9 @@ def python_stacks(pids: Iterable[int], within_s: float) -> dict[int, list[dict[s
         within_s: Time limit in seconds for all processes together.
 
     Returns:
-        `threads[pid]`: the threads in py-spy's JSON format, the main thread first; or a text with
-        the reason if py-spy failed for the process. Empty if py-spy is not installed.
+        Mapping from the pid of a process to its threads in py-spy's JSON format, the main thread
+        first. If py-spy failed for the process, the value is a text with the reason. The mapping is
+        empty if py-spy is not installed.
     """
     stacks: dict[int, list[dict[str, Any]] | str] = {}
     if (spy := _find_py_spy()) is None:

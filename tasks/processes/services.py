@@ -479,8 +479,8 @@ class Services:
         """End the services in the reverse order of their start. May be called any number of times.
 
         Returns:
-            `left[service]`: descriptions of processes that could not be ended, and of errors in
-            Muster's own code. Empty if all processes have ended.
+            Mapping from the name of a service to descriptions of its processes that could not be
+            ended, and of errors in Muster's own code. Empty if all processes have ended.
         """
         if self._left is None:
             self._left = self._loop.call(self._teardown())

@@ -430,8 +430,8 @@ def list_sockets(pid: int, proc: str = "/proc") -> dict[int, str]:
     """Return the inodes of the sockets that a process has open.
 
     Returns:
-        `inode[fd]`: inode of the socket with this file descriptor in that process. Empty if the
-        process has ended or belongs to another user.
+        Mapping from each file descriptor of a socket in that process to the inode of the socket.
+        Empty if the process has ended or belongs to another user.
 
     Raises:
         OSError: /proc cannot be read, for example because this process has too many open files.

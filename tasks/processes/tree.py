@@ -355,8 +355,8 @@ def list_open_files(pid: int, proc: str = "/proc") -> dict[int, str]:
     """Return the open files of a process.
 
     Returns:
-        `target[fd]`: the open file with this file descriptor: a path, or a name such as
-        `socket:[4711]`. Empty if the process has ended or belongs to another user.
+        Mapping from file descriptors to the open files: a path, or a name such as `socket:[4711]`.
+        Empty if the process has ended or belongs to another user.
 
     Raises:
         OSError: The calling process cannot read /proc, for example because it has too many open

@@ -69,7 +69,7 @@ class Blame(Enum):
     #: second attempt fails in the same way with the same checkpoint, the second attempt gets the
     #: value `GIVEN_UP`.
     SUSPECTED = "suspected"
-    #: The checkpoint counts as the cause. The attempt died or stopped responding while it loaded
+    #: The checkpoint counts as the cause of the failure. The attempt died or hung while it loaded
     #: the checkpoint, or it failed in the same way as an earlier attempt that is `SUSPECTED` and
     #: has the same checkpoint. No later attempt starts from this checkpoint.
     GIVEN_UP = "given up"
