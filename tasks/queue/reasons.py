@@ -24,8 +24,8 @@ MAX_POSITION_WITH_FIRST_RUN = 10
 #: Beginning of the text about free GPUs in a message. The text changes often, so `steady_part`
 #: removes it.
 FREE_NOW = "; free now: "
-#: Words before the error in the message for a run whose Ray cluster does not answer. The error
-#: changes often, so `steady_part` removes these words and the error.
+#: Part of the message for a run whose Ray cluster does not answer. The error follows these words.
+#: The error changes often, so `steady_part` removes these words and the error.
 _SILENT = ", which does not answer"
 
 #: Largest number of run or node names in a text.

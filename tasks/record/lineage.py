@@ -108,7 +108,7 @@ class LineageOutput(Recorded):
     at: float = 0.0
     #: Hash of the files of a checkpoint. The hash changes if the checkpoint is saved again.
     signature: str = ""
-    #: Mapping from dotted keys in the result of an evaluation to numbers.
+    #: Numbers in the result of an evaluation, by their dotted keys.
     figures: Mapping[str, float] = {}
     #: Path of the result file of a pipeline step. Empty for other outputs.
     path: str = ""

@@ -162,8 +162,8 @@ class Interruptible(Protocol):
     def is_handing_over(self) -> bool:
         """True if this process is handing the run or pipeline over to the next flow process.
 
-        This process then sets a waiting state itself. The caller must not replace this waiting
-        state.
+        During the handover, the handing process sets a waiting state. The caller must not replace
+        this waiting state.
         """
 
     def interrupt(self, why: str) -> None:

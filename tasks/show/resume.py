@@ -48,7 +48,7 @@ def describe_attempt(attempt: AttemptRecord) -> Iterator[str]:
 
 
 def describe_parent(record: RunJson) -> str:
-    """Return a text about the checkpoint from which a run started, if another run has written it.
+    """Return a text about the checkpoint of another run from which a run started.
 
     Returns:
         A text such as `step 20 of RUN, PATH`. RUN is the id of the other run, and PATH is the path

@@ -45,7 +45,7 @@ def format_time(at: float) -> str:
 
 
 def format_datetime(at: float) -> str:
-    """Return a time in UTC epoch seconds as date and time: `2026-01-02 14:20:03 UTC`."""
+    """Return the date and time of a number of UTC epoch seconds: `2026-01-02 14:20:03 UTC`."""
     return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 

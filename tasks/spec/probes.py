@@ -37,10 +37,10 @@ _MISSING = object()
 
 
 def find_unmet_conditions(conditions: Mapping[str, Any], answer: object) -> Iterator[str]:
-    """Yield a text about each condition that a JSON response does not meet: "batch_size is -1".
+    """Yield a text for each condition that a JSON response does not meet.
 
-    If a key is missing in the response, the condition on this key is not met, even a `not`
-    condition.
+    An example of such a text is `batch_size is -1`. If a key is missing in the response, no
+    condition on this key is met. This also applies to a `not` condition.
 
     Args:
         conditions: Mapping from a dotted key to the expected value, or to `{not: VALUE}`.

@@ -246,7 +246,9 @@ def find_metric(entry: Mapping[str, Any], names: Sequence[str]) -> tuple[str, fl
 
 
 def has_null(entry: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Return the first metric of `names` whose value in a line is null, or an empty string.
+    """Return the first metric of `names` whose value in a line is null.
+
+    If there is no such metric, return an empty string.
 
     Args:
         entry: Decoded line of a metrics file.
