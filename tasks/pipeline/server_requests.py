@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from prefect.client.orchestration import SyncPrefectClient
 
-from tasks.server.flow_runs import ServerAway, ServerConnection
+from tasks.server.flow_runs import PrefectConnection, ServerAway
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class ServerRequests:
         Args:
             api_url: Address of the Prefect server's API.
         """
-        self._connection = ServerConnection(api_url)
+        self._connection = PrefectConnection(api_url)
         #: Event that is set when this process must leave the pipeline: because the pipeline must
         #: end, or because the next flow process will continue the pipeline.
         self.ending = threading.Event()

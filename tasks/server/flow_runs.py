@@ -183,7 +183,7 @@ def _describe_proxy_failure(api_url: str, proxy: Proxy, error: Exception, why: s
     return f"{problem} ({why}): {proxy.remedy}"
 
 
-class ServerConnection:
+class PrefectConnection:
     """A client of the Prefect server at a given address.
 
     Flows in this process may use another server. The client stays open between requests, because a
@@ -241,7 +241,7 @@ def connect_to_server(api_url: str) -> Iterator[SyncPrefectClient]:
         ServerAway: The server does not answer a request within the context.
         ServerRefuses: The server rejects the password of a request within the context.
     """
-    with closing(ServerConnection(api_url)) as connection, connection.client() as client:
+    with closing(PrefectConnection(api_url)) as connection, connection.client() as client:
         yield client
 
 

@@ -487,6 +487,10 @@ class _SpecWriter:
             # Add a comment to the run spec, with the indentation of the key `command`.
             names = ", ".join(self.missing_arguments)
             command += f"\n    # The script also requires: {names}"
+        flag = self._resume_flag
+        if flag is not None and flag.purpose is Purpose.RESUME_FLAG:
+            explanation = "without a checkpoint, the script must start at its first step"
+            command += f"\n    # {flag.name}: {explanation}"
         if self._starts_own_ranks:
             command += f"\n{self._templates['own_ranks_comment'].rstrip()}"
         if "PROCESSES" in command and not self._gpus:
@@ -518,6 +522,15 @@ class _SpecWriter:
             chosen[Purpose.CHECKPOINTS] = ScriptOption(name=name, is_required=False)
         return chosen
 
+    @property
+    def _resume_flag(self) -> ScriptOption | None:
+        """Option without a value that makes the script resume, or None if none is needed."""
+        if Purpose.RESUME_FROM in self._used_options or Purpose.RESUME_FROM in self._variables:
+            return self._used_options.get(Purpose.AUTO_RESUME)
+        return self._used_options.get(
+            Purpose.AUTO_RESUME, self._used_options.get(Purpose.RESUME_FLAG)
+        )
+
     def _write_options(self) -> str:
         """Return the options of the script and their values, as items of a YAML list."""
         values = {
@@ -531,7 +544,7 @@ class _SpecWriter:
             option = self._used_options.get(purpose)
             if option is not None and (purpose is not Purpose.STEPS or self._find_total()):
                 words += [option.name, json.dumps(value)]
-        if flag := self._used_options.get(Purpose.AUTO_RESUME):
+        if flag := self._resume_flag:
             words.append(flag.name)
         return ", ".join(words)
 
@@ -560,7 +573,7 @@ class _SpecWriter:
             lines.append('  CHECKPOINTS: "${run.dir}/checkpoints"')
         if Purpose.RESUME_FROM in self._variables:
             lines.append(f'  {self._variables[Purpose.RESUME_FROM]}: "${{attempt.resume_from}}"')
-        elif self._used_options.keys().isdisjoint((Purpose.RESUME_FROM, Purpose.AUTO_RESUME)):
+        elif Purpose.RESUME_FROM not in self._used_options and self._resume_flag is None:
             default = 'load the checkpoint os.environ["RESUME_FROM"], if this variable is not empty'
             resuming = self._templates["resuming"].get(self._framework["name"], default)
             lines.append(f"  # To resume, the script needs: {resuming}")

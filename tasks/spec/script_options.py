@@ -36,6 +36,9 @@ class Purpose(Enum):
     #: Flag without a value, which makes the script resume from the newest checkpoint in its own
     #: folder of checkpoints, if there is one.
     AUTO_RESUME = r"auto_?resume|resume_(?:auto|latest|last)"
+    #: Flag without a value that makes the script resume. The name does not say whether the script
+    #: accepts the flag if there is no checkpoint yet.
+    RESUME_FLAG = r"resume|resume_training|continue|continue_training"
     #: Number of training steps.
     STEPS = (
         r"steps|(?:max|num|total|train|training|n|num_train|num_training|max_train|total_train)"
@@ -45,6 +48,8 @@ class Purpose(Enum):
     METRICS = r"metrics|metrics?_(?:file|path|jsonl|out|output|log)|log_jsonl"
 
 
+#: Meanings of options without a value.
+_FLAGS = (Purpose.AUTO_RESUME, Purpose.RESUME_FLAG)
 #: Meanings that an environment variable may have. Muster sets the variable to a path.
 _PURPOSES_OF_VARIABLES = (Purpose.CHECKPOINTS, Purpose.RESUME_FROM, Purpose.METRICS)
 
@@ -68,15 +73,14 @@ class ScriptOption:
         """Meaning of the option, or None if the name does not show the meaning."""
         if not self.name.startswith("-"):
             return None
-        purpose = _find_purpose(self.name)
-        return purpose if self.is_flag == (purpose is Purpose.AUTO_RESUME) else None
+        return _find_purpose(self.name, is_flag=self.is_flag)
 
 
-def _find_purpose(name: str) -> Purpose | None:
+def _find_purpose(name: str, *, is_flag: bool = False) -> Purpose | None:
     """Return the meaning of an option or variable, or None if the name does not show it."""
     plain_name = name.lstrip("-").replace("-", "_").lower()
     for purpose in Purpose:
-        if re.fullmatch(purpose.value, plain_name):
+        if (purpose in _FLAGS) == is_flag and re.fullmatch(purpose.value, plain_name):
             return purpose
     return None
 
@@ -137,7 +141,10 @@ def _find_options(tree: ast.Module) -> Iterator[ScriptOption]:
         function = call.func.attr if isinstance(call.func, ast.Attribute) else ""
         if function not in ("add_argument", "option", "argument"):
             continue
-        names = [name for argument in call.args if (name := _read_text(argument))]
+        texts = [text for argument in call.args if (text := _read_text(argument))]
+        # Click writes a flag and its opposite as one text: `--resume/--no-resume`.
+        names = [text.partition("/")[0].strip() for text in texts]
+        has_opposite = any(text.startswith("-") and "/" in text for text in texts)
         if not names:
             continue
         # The arguments of Click's `option` may include a name without dashes, the name of a Python
@@ -145,8 +152,12 @@ def _find_options(tree: ast.Module) -> Iterator[ScriptOption]:
         dashed_names = [name for name in names if name.startswith("-")]
         name = max(dashed_names, key=len) if dashed_names else names[0]
         keywords = {keyword.arg: keyword.value for keyword in call.keywords}
-        is_flag = _read_text(keywords.get("action")) == "store_true" or _is_true(
-            keywords.get("is_flag")
+        action = keywords.get("action")
+        is_flag = (
+            has_opposite
+            or _read_text(action) == "store_true"
+            or (isinstance(action, ast.Attribute) and action.attr == "BooleanOptionalAction")
+            or _is_true(keywords.get("is_flag"))
         )
         if not is_flag and not keywords.keys().isdisjoint(("action", "is_flag", "nargs")):
             # `nargs`, and actions such as `append`, may mean several values.

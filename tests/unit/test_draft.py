@@ -807,6 +807,44 @@ def test_script_that_resumes_by_itself_gets_its_flag(tmp_path: Path, flag: str) 
     assert "RESUME_FROM" not in text
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        'p.add_argument("--resume", action="store_true")',
+        'p.add_argument("--resume", action=argparse.BooleanOptionalAction)',
+        '@click.option("--resume/--no-resume", default=False)\ndef main(): pass',
+        '@click.option("--resume", is_flag=True)\ndef main(): pass',
+    ],
+)
+def test_flag_that_makes_the_script_resume_is_passed_with_a_comment(
+    tmp_path: Path, option: str
+) -> None:
+    (tmp_path / "train.py").write_text(
+        "import argparse, click, torch\np = argparse.ArgumentParser()\n"
+        f'{option}\np.add_argument("--out")\np.parse_args()\nloss.backward()\n'
+    )
+
+    text = draft_spec(tmp_path).text
+
+    command = yaml.safe_load(text)["components"]["trainer"]["command"]
+    assert command == ["python", "train.py", "--out", "${run.dir}/checkpoints", "--resume"]
+    assert "# --resume: without a checkpoint" in text
+    assert "RESUME_FROM" not in text
+
+
+def test_flag_is_not_passed_beside_an_option_for_the_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import argparse, torch\np = argparse.ArgumentParser()\n"
+        'p.add_argument("--resume", action="store_true")\np.add_argument("--resume-from")\n'
+        "p.parse_args()\nloss.backward()\n"
+    )
+
+    text = draft_spec(tmp_path).text
+
+    command = yaml.safe_load(text)["components"]["trainer"]["command"]
+    assert command == ["python", "train.py", "--resume-from", "${attempt.resume_from}"]
+
+
 def test_launcher_is_preferred_to_the_script_that_it_starts_for_each_rank(tmp_path: Path) -> None:
     (tmp_path / "launch.py").write_text(
         "import os, subprocess, sys\n"

@@ -74,7 +74,7 @@ def cancel_stage(
     def connect(_connection: object) -> Iterator[FakeServer]:
         yield server
 
-    monkeypatch.setattr(server_requests.ServerConnection, "client", connect)
+    monkeypatch.setattr(server_requests.PrefectConnection, "client", connect)
     run = StageRun(
         stage="only",
         number=1,

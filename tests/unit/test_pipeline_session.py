@@ -222,7 +222,7 @@ def server(monkeypatch: pytest.MonkeyPatch, muster_home: object) -> FakeRuns:
     }
     for name, value in replaced.items():
         monkeypatch.setattr(session_module, name, value)
-    monkeypatch.setattr(server_requests.ServerConnection, "client", connect)
+    monkeypatch.setattr(server_requests.PrefectConnection, "client", connect)
     monkeypatch.setattr(progress_report, "show_skipped_stage", show_skipped)
     monkeypatch.setattr(progress_report.flow_runs, "set_running_message", lambda *_: None)
     monkeypatch.setattr(ProgressReport, "say", lambda *_: None)
