@@ -394,11 +394,14 @@ def _refuse_other_port(stack: Stack, port: int | None) -> None:
 
 
 def _refuse_other_fleet(stack: Stack, fleet: Fleet | None) -> None:
-    """Raise StackError if the Ray nodes of the stack differ from `fleet`.
+    """Refuse the option `--gpus` if the running stack was started with another value.
 
     Args:
         stack: The running stack.
-        fleet: Value of the option `--gpus`. None to accept any nodes.
+        fleet: Value of the option `--gpus`. None without this option: any stack is accepted.
+
+    Raises:
+        StackError: The running stack was started with another value.
     """
     if fleet is not None and str(fleet) != stack.fleet:
         current_fleet = f"with --gpus {stack.fleet}" if stack.fleet else "without --gpus"

@@ -718,8 +718,8 @@ class SupervisedAttempt:
     async def _until_settled(self, component: RunningComponent) -> None:
         """Wait until a component is ready.
 
-        Return early if the component loses its port, or if the end of the attempt is decided. A
-        component loses its port if a process outside the run listens on that port.
+        Two events end the wait earlier: a process outside the run takes the port of the component,
+        or the supervisor decides to end the attempt.
         """
         starting = component.tasks.start(self._await_ready(component))
         waits = [

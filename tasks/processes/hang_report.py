@@ -111,10 +111,10 @@ _NOT_OWN = ("/lib/python", "-packages/", "<frozen", ".pyx")
 #: If the path of a source file contains this text, the file is Muster's wrapper of a Ray job and
 #: not the program's own code.
 _WRAPS = "/muster_driver/"
-#: Pattern of a stack frame in which a process waits for other ranks or for child processes. The
-#: pattern matches the backward pass, functions that exchange data between ranks, and all functions
-#: in certain modules of PyTorch, DeepSpeed and `multiprocessing`. A process that waits in one of
-#: these modules nearly always waits for other processes.
+#: Pattern of a stack frame in which a process probably waits for other ranks or for child
+#: processes. The pattern matches the backward pass and functions that exchange data between ranks.
+#: It also matches all functions in those modules of PyTorch, DeepSpeed and `multiprocessing` that
+#: handle several processes.
 _WAITS_FOR_OTHERS = re.compile(
     r"\b(?:_engine_run_backward|backward|all_reduce\w*|all_gather\w*|_all_gather_base|all_to_all\w*"
     r"|reduce_scatter\w*|_reduce_scatter_base|broadcast\w*|barrier|monitored_barrier|gather|scatter"

@@ -35,8 +35,8 @@ from tasks.ray.control_store import (
 from tasks.ray.dashboard import ACCELERATORS, Credentials, Dashboard, NoAnswer
 
 #: Matches the name of a resource that belongs to one bundle of a placement group. The pattern
-#: captures the base resource, the index of the bundle, and the id of the placement group. A name
-#: without an index stands for all bundles together and does not match.
+#: captures the base resource, the index of the bundle, and the id of the placement group. Ray also
+#: has a name without an index, for all bundles together. This name does not match.
 _BUNDLE_RESOURCE = re.compile(rf"({'|'.join(ACCELERATORS)}|CPU)_group_(\d+)_([0-9a-f]{{36}})")
 #: Id of a job that Muster has submitted: `<run id>--aNN`, optionally with `-<component>`. The first
 #: group of the pattern is the run id. See `tasks.ray.submission.submission_id`.

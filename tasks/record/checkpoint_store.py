@@ -188,8 +188,8 @@ class LocalStore:
 class FsspecStore:
     """An object store that is read with the package fsspec.
 
-    The files below the folder `root` are listed once, at the first use. Later changes are not
-    visible. Files outside of `root` are treated as missing.
+    The store lists the files below the folder `root` only once, when it is first used. The store
+    does not see later changes in the folder. Files outside of `root` count as missing.
     """
 
     def __init__(

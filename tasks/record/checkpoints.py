@@ -354,10 +354,10 @@ def _why_incomplete(checkpoint: Checkpoint) -> str:
 def _foreign_checkpoints(
     place: RunPlace, number: int, name: str, foreign: Mapping[str, str]
 ) -> Callable[[Checkpoint], str]:
-    """Return a function that checks whether this run may use a given checkpoint.
+    """Return a function that gives the reason why a run must not use a checkpoint.
 
-    The argument of the returned function is the checkpoint. The result is the reason why the run
-    must not use this checkpoint, or an empty string.
+    The argument of the returned function is the checkpoint. The result is an empty string if the
+    run may use the checkpoint.
 
     Args:
         place: Directory of the run.

@@ -77,9 +77,9 @@ def fail_on_wrong_names(
     try:
         yield
     except SystemExit as engine_exit:
-        # If parameters are wrong, Prefect's engine catches an error and calls `exit` in the same
-        # `except` block. Python stores the caught error in the attribute `__context__` of
-        # SystemExit.
+        # If parameters are wrong, Prefect's engine catches the error about them, and then calls
+        # `exit`. `exit` raises SystemExit, and Python stores the caught error in the attribute
+        # `__context__` of SystemExit.
         if not isinstance(engine_exit.__context__, _WRONG_NAMES):
             raise
         try:

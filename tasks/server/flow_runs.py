@@ -425,8 +425,7 @@ def read_server_time(client: SyncPrefectClient) -> datetime | None:
 class Host:
     """Facts about a host that are needed to find its lost flow runs.
 
-    If `is_lost` is False, the host is this machine. If `is_lost` is True, the host is another
-    machine, which is permanently lost.
+    The host is this machine, or another machine that is permanently lost.
     """
 
     #: Name of the host, which is also the name of its worker.

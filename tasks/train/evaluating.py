@@ -58,8 +58,8 @@ _CHECK_EVERY_S = 5.0
 _CHECK_STORE_EVERY_S = 30.0
 #: Seconds between two checks whether the first attempt of the run has started.
 _AWAIT_ATTEMPT_EVERY_S = 0.5
-#: Time limit, in seconds, for creating the last evaluations after the end of the training. If the
-#: training was cancelled, this is the time limit for cancelling all evaluations.
+#: Time limit in seconds for the work on evaluations after the end of the training. Muster then
+#: creates the last evaluations. After a cancelled training, it cancels all evaluations instead.
 _END_TIMEOUT_S = 15.0
 #: Longest wait in seconds, at the end of an evaluation, until the training's page in the Prefect UI
 #: is updated.

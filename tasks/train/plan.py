@@ -76,10 +76,10 @@ class PlanInputs:
     fleet: FleetPlan | None = None
     #: The nodes and GPUs that the queue granted to the run. None if the run needs no GPUs.
     grant: GpuGrant | None = None
-    #: Fingerprint of the metrics file at the start of the attempt. All lines that were added after
-    #: the start belong to the attempt. For a new attempt, None means that the supervisor will make
-    #: the fingerprint. For an attempt that an earlier process of the run started, None means that
-    #: all lines of the file belong to the attempt.
+    #: Fingerprint of the metrics file at the start of the attempt. Lines that were added later
+    #: belong to the attempt. None has two meanings. For a new attempt, the supervisor makes the
+    #: fingerprint when the attempt starts. For an attempt that an earlier process of the run
+    #: started, all lines of the file belong to the attempt.
     metrics: FileFingerprint | None = None
     #: True if the attempt starts from a checkpoint.
     resumes: bool = False

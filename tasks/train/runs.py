@@ -31,8 +31,8 @@ class Run:
     #: Id of the flow run. Empty if `run.json` does not contain it.
     flow_run_id: str
     #: State of the run: queued, pending_resources, admitted, starting, running, stopping,
-    #: completed, failed, cancelled or crashed. `crashed` means that the process of the run was
-    #: lost.
+    #: completed, failed, cancelled or crashed. `crashed` means that the process of the run
+    #: ended before it could report the result of the run.
     state: str
     #: Message about the state: the reason for waiting, or how the run ended.
     message: str

@@ -56,7 +56,7 @@ def _watch(
     installed_peers: list[peers.Peer],
     missing: list[Missing],
 ) -> list[Row]:
-    """Measure Muster, the polling loops, and the supervisors of other projects.
+    """Measure Muster's supervisor, the polling loops, and the supervisors of other projects.
 
     Args:
         count: Number of components that each supervisor and each polling loop watches.

@@ -59,9 +59,9 @@ while tree.read_real_user(child.pid) != 0:
 print(child.pid, flush=True)
 print(*[pid for pid, _ in ending.end_marked(mark)], flush=True)
 """
-#: Program that starts a shell with the environment variable MUSTER_RUN_ID. A child of the shell
-#: becomes root. The program prints the pid of the child. The program then ends all processes that
-#: have the same value of MUSTER_RUN_ID, and prints the leftover processes as JSON.
+#: Program that starts a shell with the environment variable MUSTER_RUN_ID. The shell starts a child
+#: process that becomes root. The program prints the pid of this child process. Then it ends all
+#: processes with this value of MUSTER_RUN_ID, and prints the leftover processes as JSON.
 _END_CARRIERS = """
 import json, os, subprocess, sys, time
 from tasks.processes import ending, tree

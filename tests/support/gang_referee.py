@@ -112,8 +112,9 @@ class Judgement:
 
     #: Descriptions of the rules of the queue that were broken. Empty if the queue kept all rules.
     faults: tuple[str, ...]
-    #: Peak usage of each resource. A key is the name of a node (used GPUs of this node), `GPUs`
-    #: (used GPUs of all nodes) or `runs` (number of runs with GPUs).
+    #: Largest values during the check. The key NODE is the number of used GPUs of the node with
+    #: this name. The key `GPUs` is the number of used GPUs of all nodes. The key `runs` is the
+    #: number of runs with GPUs.
     peak: Mapping[str, float]
     #: Number of runs that were admitted at least once.
     admitted: int

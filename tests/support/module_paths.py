@@ -65,7 +65,9 @@ _RUN = {
 
 
 class ModulePaths:
-    """Three lists of modules: one list for each of three paths through Muster's code.
+    """The modules that Muster calls in three phases of a run.
+
+    The phases are:
 
     - `to_exec`: from a spec to the start of its program.
     - `to_state`: from the end of the program to the final state of the flow run.
@@ -79,8 +81,9 @@ class ModulePaths:
         #: Modules on the path from a spec to the start of a program: mapping from the file of each
         #: module to the first called function of the module.
         self.to_exec: dict[str, str] = {}
-        #: Modules that are called between the end of a program and the final state of the flow run.
-        #: Each key is the file of a module. Each value is the first called function of this module.
+        #: Modules that Muster calls after a program has ended, until the flow run has its final
+        #: state. Each key is the file of a module. Each value is the first called function of this
+        #: module.
         self.to_state: dict[str, str] = {}
         #: Modules that are called while a flow run waits for GPUs, until its process gets the GPUs.
         #: Each key is the file of a module. Each value is the first called function of this module.

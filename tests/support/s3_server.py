@@ -36,8 +36,8 @@ class S3Server:
         self._application = DomainDispatcherApplication(create_backend_app)
         self._server: BaseWSGIServer | None = None
         self._port = 0
-        #: Function that the server calls before the server answers a request. The arguments are the
-        #: method and the path of the request.
+        #: Function that is called before each answer to a request. The arguments are the method and
+        #: the path of the request.
         self.before_request: Callable[[str, str], None] = lambda method, path: None
         #: Set when the server stops, so that delayed requests end.
         self._is_stopping = threading.Event()

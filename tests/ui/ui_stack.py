@@ -96,7 +96,7 @@ class UiStack:
             message = (run["state"] or {}).get("message") or ""
             if run["state_name"] in states and saying in message:
                 return run
-            # Fail at once if the run has ended, because its state will not change any more.
+            # The state of an ended run does not change, so do not wait any longer for the state.
             assert run["state_type"] not in FINAL, run["state"]
             return None
 

@@ -30,8 +30,7 @@ def limit(bound: float) -> Limit:
         # result is the word "over" and ten times the largest measured number of runs
         ((7.0, 7.0, 7.0), 1_000, "over 10,000"),
         ((9.0, 8.0, 7.0), 1_000, "over 10,000"),
-        # according to the fitted line, 5 ms + 0.5 ms per run, even 0 runs take longer than the
-        # bound of 1 ms
+        # the fitted line is 5 ms + 0.5 ms per run. So even 0 runs take 5 ms, and the bound is 1 ms
         ((10.0, 55.0, 505.0), 1, "0"),
         # 14 runs take 12 ms (5 ms + 0.5 ms per run), which is the bound. A result below 100 is not
         # rounded

@@ -133,7 +133,7 @@ def test_complete_id_wins_over_longer_ids_with_the_same_beginning(muster_home: P
         # the text in the middle
         ("b", "big-trainer-sft-20260102-000000-cccccccc"),
         ("big", "big-trainer-sft-20260102-000000-cccccccc"),
-        # only one run has a name that contains the searched text
+        # the searched text occurs in the name of only one run
         ("second", "trainer-second-sft-20260103-000000-bbbbbbbb"),
         ("er-sec", "trainer-second-sft-20260103-000000-bbbbbbbb"),
         # a run id ends with a random part. The searched text is the end of a run id, or the
