@@ -172,6 +172,10 @@ class LocalHost:
         # After a failed start, StartFailed already reports the failure. So add this callback, which
         # reports the death of the server, only after a successful start.
         process.exited.add_done_callback(lambda _: self._on_exit(server))
+        # If the server has already exited, let the event loop call this callback now. Otherwise,
+        # the first health check would fail before the callback, and the reported cause would be
+        # the unanswered check instead of the exit code.
+        await asyncio.sleep(0)
 
     async def stop(self, ranks: Collection[int], *, grace_s: float) -> tuple[str, ...]:
         """Stop servers, and kill their remaining processes after the grace period.

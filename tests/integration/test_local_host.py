@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import pytest
 import pytest_asyncio
 
 from tasks.processes import tree
+from tasks.processes.guarded import GuardedProcess
+from tasks.processes.guards import Guards
 from tasks.processes.ports import has_listener
 from tasks.processes.registry import ProcessEntry
 from tasks.record.disk import DiskThread
@@ -177,6 +180,26 @@ async def test_reported_death_has_the_epoch_and_the_last_output(
     [death] = hosts.deaths
     assert (death.rank, death.epoch, death.why) == (1, 7, why)
     assert death.log_end == "no memory\n"
+
+
+async def test_server_that_exits_during_its_start_is_reported_before_the_first_health_check(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_command = Guards.running
+
+    @asynccontextmanager
+    async def run_until_exit(*args: Any) -> AsyncIterator[GuardedProcess]:
+        async with run_command(*args) as process:
+            await process.empty
+            yield process
+
+    monkeypatch.setattr(Guards, "running", run_until_exit)
+
+    # The first health check begins when `start` returns.
+    await hosts().start(build_slot(1, "sh", "-c", "echo no memory; exit 3"), 1)
+
+    [death] = hosts.deaths
+    assert (death.why, death.log_end) == ("exit code 3", "no memory\n")
 
 
 async def test_last_output_contains_no_output_of_an_earlier_epoch(hosts: Hosts) -> None:
