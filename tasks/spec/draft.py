@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from tasks.spec.config_paths import ConfigPath, find_config_path
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.loading import find_project_root, make_absolute, parse_yaml
 from tasks.spec.script_imports import ImportFinder
@@ -91,6 +92,10 @@ _STEP_LOOP = re.compile(
 _FROM_ONE = re.compile(r"(?:^|\+)\s*1\s*$")
 #: Matches a word that needs no quotes in a YAML list such as `[python, train.py]`.
 _PLAIN_WORD = re.compile(r"[A-Za-z_./-][\w./=@+-]*")
+#: Matches the name of a file with metrics in the source of a script, such as `"metrics.jsonl"`.
+_METRICS_NAME = re.compile(
+    r"""["']((?:metrics?|stats|history|progress|(?:train(?:ing)?_)?logs?)\.jsonl)["']"""
+)
 #: Number of GPUs in a run spec that is written on a machine without GPUs. In the written spec, the
 #: lines with this number are comments.
 _EXAMPLE_GPUS = 8
@@ -117,6 +122,9 @@ class Draft:
     #: Path of the Python module with which the script writes metrics, relative to the directory of
     #: the training. None if the script needs no such module.
     hook: Path | None
+    #: Folder of the checkpoints that the script reads from a configuration file. None if there is
+    #: no such file, or if the script has an option or a variable for the folder.
+    config_folder: ConfigPath | None = None
 
 
 def read_hook() -> str:
@@ -154,6 +162,7 @@ def draft_spec(
             other_scripts=_find_other_scripts(script, scripts if file is None else ()),
             missing_arguments=writer.missing_arguments,
             hook=writer.hook,
+            config_folder=writer.config_folder,
         )
     problem = "this folder contains no script, and no configuration of verl, TRL, slime or prime-rl"
     remedy = (
@@ -422,6 +431,24 @@ class _SpecWriter:
         self._variables: Mapping[Purpose, str] = {}
         if script.file.suffix == ".py":
             self._variables = read_variables((script.content, *script.imported))
+        #: Folder of the checkpoints that the script reads from a configuration file, or None.
+        self.config_folder = self._find_config_path(Purpose.CHECKPOINTS)
+        #: Metrics file that the script reads from a configuration file, or None.
+        self._config_metrics = self._find_config_path(Purpose.METRICS)
+
+    def _find_config_path(self, purpose: Purpose) -> ConfigPath | None:
+        """Return a path that the script reads from a configuration file.
+
+        Returns:
+            None if there is no such path, or if the script has an option or a variable for it.
+        """
+        is_named = purpose in self._used_options or purpose in self._variables
+        if is_named or "variables" not in self._framework["parts"]:
+            return None
+        cwd = self._find_package_base() or self._directory
+        script_folder = (self._directory / self._script.file).parent
+        folders = (cwd, self._directory, script_folder, self._root)
+        return find_config_path(self._options, folders, purpose)
 
     @property
     def framework_name(self) -> str:
@@ -447,8 +474,21 @@ class _SpecWriter:
 
     @property
     def _writes_metrics(self) -> bool:
-        """True if the script writes its metrics to a file that an option or a variable names."""
-        return Purpose.METRICS in self._used_options or Purpose.METRICS in self._variables
+        """True if the script writes its metrics to a file that Muster knows.
+
+        An option, a variable or a key of a configuration file names the metrics file.
+        """
+        return (
+            Purpose.METRICS in self._used_options
+            or Purpose.METRICS in self._variables
+            or self._metrics_file is not None
+        )
+
+    @property
+    def _metrics_file(self) -> str | None:
+        """Path of the metrics file according to a configuration file, or None if unknown."""
+        metrics = self._config_metrics
+        return metrics.path if metrics is not None and metrics.is_fixed else None
 
     @property
     def missing_arguments(self) -> tuple[str, ...]:
@@ -478,7 +518,9 @@ class _SpecWriter:
                 # in the metrics. This script may not write the step, so write the key as a comment.
                 text = self._templates["unproven_step"] + text.replace("success:", "# success:")
             elif part == "steps":
-                text = text.replace("step: step", f"step: {self._find_step_key() or 'step'}")
+                text = self._write_steps(text)
+            elif part == "checkpoints":
+                text = self._write_checkpoints(text)
             parts.append(text)
         command = self._framework["commands"][self._script.file.suffix]
         options = self._write_options()
@@ -502,6 +544,58 @@ class _SpecWriter:
             text = text.replace(", total: TOTAL}", "}  # add total: NUMBER OF STEPS")
         values = self._make_values()
         return _VARIABLE.sub(lambda match: values.get(match[0], match[0]), text)
+
+    def _write_checkpoints(self, text: str) -> str:
+        """Return the key `checkpoints` of the run spec, with comments.
+
+        If the script reads the folder of its checkpoints from a configuration file, the key names
+        this folder, and a comment says how to give each run a folder of its own.
+
+        Args:
+            text: The key as the template contains it.
+        """
+        folder = self.config_folder
+        if folder is None:
+            return text
+        name = "config_folder" if folder.is_fixed else "vague_config_folder"
+        comment = self._templates[name].replace("KEY", folder.key).replace("CONFIG", folder.file)
+        if folder.is_fixed:
+            text = text.replace('"${run.dir}/checkpoints"', _quote(folder.path))
+        head, _, key = text.rstrip("\n").rpartition("\n")
+        return f"{head}\n{comment.rstrip()}\n{key}\n"
+
+    def _write_steps(self, text: str) -> str:
+        """Return the key `progress` of the run spec, with comments.
+
+        Args:
+            text: The key as the template contains it.
+        """
+        text = text.replace("step: step", f"step: {self._find_step_key() or 'step'}")
+        if self._metrics_file is not None and self._config_metrics is not None:
+            config = self._config_metrics
+            comment = f"# The key {config.key} in {config.file} names this file.\n"
+            path = _quote(self._metrics_file)
+            return comment + text.replace('"${attempt.dir}/metrics.jsonl"', path)
+        if file := self._find_unnamed_metrics():
+            return (
+                f"# If the script already writes its steps to {file}, use this file instead:\n"
+                f"#   progress: {{jsonl: {_quote(file)}, step: name-of-the-step}}\n"
+                f"{text}"
+            )
+        return text
+
+    def _find_unnamed_metrics(self) -> str:
+        """Return the metrics file whose name the source of the script contains, or "".
+
+        The file is searched only if the script reads the folder of its output from a configuration
+        file.
+        """
+        folder = self.config_folder
+        if folder is None or not folder.is_fixed or self._writes_metrics:
+            return ""
+        texts = (self._script.content, *self._script.imported)
+        names = {name for text in texts for name in _METRICS_NAME.findall(text)}
+        return f"{folder.path.rstrip('/')}/{names.pop()}" if len(names) == 1 else ""
 
     def _is_needed(self, part: str) -> bool:
         """Return True if the run spec needs a certain part of the template."""
@@ -554,7 +648,8 @@ class _SpecWriter:
         The variables pass up to three paths to the script: the metrics file, the folder of
         checkpoints, and the checkpoint from which the script resumes. If the script has a
         command-line option for a path, the path needs no variable. If the script already reads a
-        variable for a path, the spec sets this variable. The variable PYTHONPATH contains the
+        variable for a path, the spec sets this variable. If a configuration file of the script
+        names the path, the path needs no variable, either. The variable PYTHONPATH contains the
         folders that are added to Python's search path for modules.
         """
         lines = ["env:"]
@@ -563,12 +658,13 @@ class _SpecWriter:
                 "  # Folders in which Python finds the project's modules that the script imports"
             )
             lines.append(f"  PYTHONPATH: {_quote(os.pathsep.join(import_folders))}")
-        if Purpose.METRICS not in self._used_options:
+        if Purpose.METRICS not in self._used_options and self._metrics_file is None:
             name = self._variables.get(Purpose.METRICS, "METRICS")
             lines.append(f'  {name}: "${{attempt.dir}}/metrics.jsonl"')
+        has_config_folder = self.config_folder is not None and self.config_folder.is_fixed
         if Purpose.CHECKPOINTS in self._variables:
             lines.append(f'  {self._variables[Purpose.CHECKPOINTS]}: "${{run.dir}}/checkpoints"')
-        elif Purpose.CHECKPOINTS not in self._used_options:
+        elif Purpose.CHECKPOINTS not in self._used_options and not has_config_folder:
             lines.append('  # Save the checkpoints in this folder: os.environ["CHECKPOINTS"]')
             lines.append('  CHECKPOINTS: "${run.dir}/checkpoints"')
         if Purpose.RESUME_FROM in self._variables:

@@ -65,6 +65,8 @@ class ScriptOption:
     is_required: bool
     #: Default value if it is a whole number, otherwise None.
     default_number: int | None = None
+    #: Default value if it is a text, otherwise "".
+    default_text: str = ""
     #: True if the option, such as `--verbose`, takes no value.
     is_flag: bool = False
 
@@ -73,11 +75,11 @@ class ScriptOption:
         """Meaning of the option, or None if the name does not show the meaning."""
         if not self.name.startswith("-"):
             return None
-        return _find_purpose(self.name, is_flag=self.is_flag)
+        return find_purpose(self.name, is_flag=self.is_flag)
 
 
-def _find_purpose(name: str, *, is_flag: bool = False) -> Purpose | None:
-    """Return the meaning of an option or variable, or None if the name does not show it."""
+def find_purpose(name: str, *, is_flag: bool = False) -> Purpose | None:
+    """Return the meaning of an option, variable or key, or None if its name does not show it."""
     plain_name = name.lstrip("-").replace("-", "_").lower()
     for purpose in Purpose:
         if (purpose in _FLAGS) == is_flag and re.fullmatch(purpose.value, plain_name):
@@ -102,7 +104,7 @@ def read_variables(sources: Iterable[str]) -> dict[Purpose, str]:
     for tree in map(parse_source, sources):
         for node in ast.walk(tree) if tree is not None else ():
             name = _find_variable(node)
-            purpose = _find_purpose(name)
+            purpose = find_purpose(name)
             if name.isupper() and purpose in _PURPOSES_OF_VARIABLES:
                 variables.setdefault(purpose, name)
     return variables
@@ -168,6 +170,7 @@ def _find_options(tree: ast.Module) -> Iterator[ScriptOption]:
             name=name,
             is_required=_is_true(keywords.get("required")) or (is_positional and not has_default),
             default_number=_read_number(keywords.get("default")),
+            default_text=_read_text(keywords.get("default")),
             is_flag=is_flag,
         )
 

@@ -48,6 +48,7 @@ from tasks.server.flow_runs import connect_to_server, read_refusal
 from tasks.server.server import NoServer, find_page_url, hide_prefect_logs, read_secrets
 from tasks.show.arguments import EXIT_DONE, AsJson, FromRun, Overrides, SpecFile
 from tasks.show.terminal import Terminal
+from tasks.spec.config_paths import ConfigPath
 from tasks.spec.documents import find_document
 from tasks.spec.draft import draft_spec, read_hook
 from tasks.spec.errors import BadArgument, MusterError
@@ -564,6 +565,8 @@ def init(path: Path = Path(), /, *, force: bool = False) -> None:
             f"To let Muster show the steps of the training, use {hook} in the training script. The "
             f"comments in {spec_path.name} show how."
         )
+    if draft.config_folder is not None:
+        print(_describe_config_folder(draft.config_folder, spec_path))
     if draft.missing_arguments:
         names = join_commas(draft.missing_arguments)
         print(
@@ -576,6 +579,27 @@ def init(path: Path = Path(), /, *, force: bool = False) -> None:
             command = f"cd {quote(str(directory))} && {command}"
         print(f"Other scripts: {scripts}. To choose one: {command}")
     print(f"Check this file, then run it:\n  muster train {quote(str(spec_path))}")
+
+
+def _describe_config_folder(folder: ConfigPath, spec_path: Path) -> str:
+    """Return a message about the folder of the checkpoints that a configuration file names.
+
+    Args:
+        folder: The folder.
+        spec_path: Path of the run spec that `muster init` has written.
+    """
+    source = f"because of the key {folder.key} in {folder.file}"
+    if folder.is_fixed:
+        return (
+            f"The script probably saves its checkpoints in {folder.path}, {source}. So "
+            f"`checkpoints` in {spec_path} names this folder, which all runs share. The comments "
+            "in the file show how to give each run a folder of its own."
+        )
+    return (
+        f"The script may save its checkpoints in {folder.path}, {source}. But `checkpoints` in "
+        f'{spec_path} is "${{run.dir}}/checkpoints". Either let the script save in '
+        'os.environ["CHECKPOINTS"], or write the folder of the script into `checkpoints`.'
+    )
 
 
 def _split_training_path(path: Path) -> tuple[Path, Path | None]:

@@ -783,6 +783,114 @@ def test_variables_that_the_script_reads_get_the_paths_of_the_run(
     assert "muster_metrics" not in draft.text
 
 
+CONFIG_SCRIPT = """\
+import argparse, torch
+p = argparse.ArgumentParser()
+p.add_argument("--config", default="configs/tiny.FORMAT")
+p.parse_args()
+loss.backward()
+open(out / "metrics.jsonl", "a")
+"""
+
+
+@pytest.mark.parametrize(
+    ("suffix", "config", "key"),
+    [
+        ("yaml", "lr: 0.1\noutput_dir: runs/out\n", "output_dir"),
+        ("yml", "train:\n  save_dir: runs/out\nlog_dir: logs\n", "train.save_dir"),
+        ("json", '{"ckpt_dir": "runs/out"}', "ckpt_dir"),
+        ("toml", 'lr = 0.1\n[out]\ncheckpoint_dir = "runs/out"\n', "out.checkpoint_dir"),
+    ],
+)
+def test_checkpoints_are_searched_in_the_folder_that_a_configuration_file_names(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    suffix: str,
+    config: str,
+    key: str,
+) -> None:
+    script = CONFIG_SCRIPT.replace("FORMAT", suffix)
+    folder = project(tmp_path, {"train.py": script, f"configs/tiny.{suffix}": config})
+    monkeypatch.chdir(folder)
+
+    code = run(INIT, [])
+
+    text = (folder / "muster.yaml").read_text()
+    spec = load_spec(folder / "muster.yaml")
+    source = f"because of the key {key} in configs/tiny.{suffix}"
+    assert code == 0
+    assert spec.processes["trainer"].checkpoints == "runs/out"
+    # The script ignores a variable CHECKPOINTS, so the spec does not set it.
+    assert "CHECKPOINTS" not in spec.env
+    assert f"# The script probably saves them in this folder, {source}." in text
+    assert f"probably saves its checkpoints in runs/out, {source}" in capsys.readouterr().out
+    assert "#   progress: {jsonl: runs/out/metrics.jsonl, step: name-of-the-step}" in text
+
+
+@pytest.mark.parametrize(
+    "config", ["log_dir: logs\n", "output_dir: out/${now}\n", "output_dir: ~/out\n"]
+)
+def test_folder_that_the_configuration_file_only_suggests_is_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    config: str,
+) -> None:
+    script = CONFIG_SCRIPT.replace("FORMAT", "yaml")
+    folder = project(tmp_path, {"train.py": script, "configs/tiny.yaml": config})
+    monkeypatch.chdir(folder)
+
+    run(INIT, [])
+
+    spec = load_spec(folder / "muster.yaml")
+    key, _, path = config.strip().partition(": ")
+    assert spec.processes["trainer"].checkpoints == SAVED
+    assert spec.env["CHECKPOINTS"] == SAVED
+    output = capsys.readouterr().out
+    assert f"may save its checkpoints in {path}, because of the key {key} in" in output
+    assert "# Either change the script" in (folder / "muster.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("script", "config"),
+    [
+        # An option of the script names the folder.
+        (CONFIG_SCRIPT.replace("p.parse", 'p.add_argument("--out")\np.parse'), "output_dir: out"),
+        (CONFIG_SCRIPT, "checkpoint: base.pt"),
+        (CONFIG_SCRIPT, "save: true"),
+        (CONFIG_SCRIPT, "output_dir: ."),
+        (CONFIG_SCRIPT, "output_dir: [malformed"),
+        (CONFIG_SCRIPT.replace("tiny", "missing"), "output_dir: out"),
+    ],
+)
+def test_configuration_file_without_a_folder_of_checkpoints_changes_nothing(
+    tmp_path: Path, script: str, config: str
+) -> None:
+    files = {"train.py": script.replace("FORMAT", "yaml"), "configs/tiny.yaml": config}
+    folder = project(tmp_path, files)
+
+    draft = draft_spec(folder)
+
+    assert draft.config_folder is None
+    assert load_draft(folder).processes["trainer"].checkpoints == SAVED
+
+
+def test_metrics_file_that_a_configuration_file_names_is_used(tmp_path: Path) -> None:
+    script = CONFIG_SCRIPT.replace("FORMAT", "yaml") + 'log({"iter": 1})\n'
+    config = "logging: {metrics_file: out/log.jsonl}\n"
+    folder = project(tmp_path, {"train.py": script, "configs/tiny.yaml": config})
+
+    draft = draft_spec(folder)
+    spec = load_draft(folder)
+
+    assert draft.hook is None
+    assert spec.progress is not None
+    assert (spec.progress.jsonl, spec.progress.step) == ("out/log.jsonl", "iter")
+    assert "METRICS" not in spec.env
+    assert "# The key logging.metrics_file in configs/tiny.yaml names this file." in draft.text
+
+
 def test_variable_that_the_script_only_sets_is_not_used(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         'import os, torch\nos.environ["METRICS_FILE"] = "/dev/null"\nloss.backward()\n'
