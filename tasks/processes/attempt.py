@@ -52,6 +52,7 @@ from tasks.processes.progress import (
     StepSource,
     growing_intervals,
     make_step_reader,
+    name_rank,
 )
 from tasks.processes.registry import RunRegistration
 from tasks.processes.start_errors import describe_start_error
@@ -1165,6 +1166,9 @@ class SupervisedAttempt:
             is_finished = True
         is_short = last is not None and not is_finished
         problem = await self._progress.explain_missing_step()
+        if problem is not None and problem.is_before_first_line:
+            text, _ = await self._read_log_end(component)
+            problem = name_rank(problem, text)
         words = ""
         if is_short:
             text, _ = await self._read_log_end(component)

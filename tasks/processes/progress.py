@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -80,6 +80,36 @@ class MissingStep:
 
     def __str__(self) -> str:
         return self.problem
+
+
+#: Matches the line of the module `muster_metrics` in the log of a process that writes no metrics.
+#: The group contains the value of the variable RANK.
+_NOT_FIRST_RANK = re.compile(
+    r"\bmuster_metrics: this process writes no metrics, because RANK is (\S+)\. If"
+)
+
+
+def name_rank(missing: MissingStep, log: str) -> MissingStep:
+    """Add the variable RANK to the reason for missing metrics, if a log shows that it is the cause.
+
+    The module `muster_metrics` writes metrics only in the process of rank 0. A variable RANK that a
+    shell still has from earlier work turns the only process of a training into another rank.
+
+    Args:
+        missing: Reason why the training step is unknown: the metrics file has no lines.
+        log: End of the log of the training.
+    """
+    match = _NOT_FIRST_RANK.search(log)
+    if match is None:
+        return missing
+    return replace(
+        missing,
+        problem=f"{missing.problem}. muster_metrics wrote no metrics, because the variable RANK is "
+        f"{match[1]}, and only rank 0 writes metrics. If the training has only one process, remove "
+        "the variable: unset RANK",
+        remedy="If the training has only one process, remove the variable RANK from the shell or "
+        "container that starts the run (`unset RANK`), or write `env: {RANK: '0'}` into the spec.",
+    )
 
 
 class HttpProgress:

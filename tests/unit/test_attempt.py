@@ -334,6 +334,23 @@ async def test_remedy_for_a_missing_step_fits_the_metrics_file(
     assert verdict.failure.hint == remedy.replace("FILE", str(metrics))
 
 
+async def test_variable_rank_that_prevents_metrics_is_named(
+    begin: MakeAttempt, tmp_path: Path
+) -> None:
+    attempt = await begin(NO_STEP, trainer="complete")
+    (tmp_path / "trainer.log").write_text(
+        "muster_metrics: this process writes no metrics, because RANK is 3. If the training has "
+        "only one process, remove the variable: unset RANK\nepoch 1\n"
+    )
+
+    process("trainer").ends(1.0, code=0)
+    verdict = await verdict_of(attempt)
+
+    assert verdict.failure is not None
+    assert "because the variable RANK is 3" in verdict.message
+    assert "`unset RANK`" in verdict.failure.hint
+
+
 async def test_remedy_for_a_needed_component_that_ends_names_the_key_of_the_spec(
     begin: MakeAttempt,
 ) -> None:

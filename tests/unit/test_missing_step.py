@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tasks.processes.progress import HttpProgress, JsonlProgress, MissingStep
+from tasks.processes.progress import HttpProgress, JsonlProgress, MissingStep, name_rank
+from tasks.spec.draft import read_hook
 
 
 def explain(path: Path, *, is_over: bool = True, key: str = "global_step") -> str:
@@ -229,3 +233,32 @@ def test_remedy_for_a_wrong_file_names_the_files_that_exist(tmp_path: Path) -> N
         "In `progress.jsonl` of the spec, write the path of the file to which the training writes "
         f"its metrics. {tmp_path} has train.jsonl."
     )
+
+
+def test_rank_that_keeps_muster_metrics_from_writing_is_named(tmp_path: Path) -> None:
+    missing = find_missing_step(tmp_path / "metrics.jsonl")
+    assert missing is not None
+
+    # The log contains the line that the module really writes.
+    hook = tmp_path / "muster_metrics.py"
+    hook.write_text(read_hook())
+    code = "import muster_metrics; muster_metrics.log(1, loss=2)"
+    environment = {**os.environ, "RANK": "1", "METRICS": str(tmp_path / "metrics.jsonl")}
+    log = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stderr
+
+    named = name_rank(missing, f"step 1\n{log}step 2\n")
+
+    assert named.problem == (
+        f"{tmp_path}/metrics.jsonl does not exist. muster_metrics wrote no metrics, because the "
+        "variable RANK is 1, and only rank 0 writes metrics. If the training has only one process, "
+        "remove the variable: unset RANK"
+    )
+    assert "unset RANK" in named.remedy
+    assert name_rank(missing, "RANK is 1\n") == missing
