@@ -195,6 +195,8 @@ def plan_resume(
     unrecognised = describe_unrecognised(spec, place, attempts)
     if unrecognised:
         rule += f". {unrecognised}"
+    else:
+        rule += _describe_searched_folder(spec, place, attempts, name)
     return ResumePlan(
         rule=rule,
         refused=tuple(refused[:_REFUSED_AT_MOST]),
@@ -202,6 +204,72 @@ def plan_resume(
         is_passed=_is_passed(spec),
         unrecognised=unrecognised,
     )
+
+
+def _describe_searched_folder(
+    spec: RunSpec, place: RunPlace, attempts: Sequence[AttemptRecord], name: str
+) -> str:
+    """Return a text such as ` in /runs/r/checkpoints`: the folder that has no usable checkpoint.
+
+    If each attempt has a folder of its own, the text names the folder of the last attempt.
+
+    Args:
+        spec: The spec of the run, in which placeholders are not replaced yet.
+        place: Directory of the run.
+        attempts: All attempts of the run.
+        name: Name of the component that writes checkpoints.
+
+    Returns:
+        An empty string if the folder is unknown.
+    """
+    root, written = _folder_of_attempt(place, len(attempts), name, spec)
+    if not written:
+        return ""
+    path = parse_checkpoint_path(written, root)
+    fixed = find_fixed_folder(written)
+    text = f" in {path}" if fixed == written else f" that matches {path}"
+    if len(_attempts_with_folders(spec.processes[name].checkpoints or "", attempts)) > 1:
+        text += " or in the folders of earlier attempts"
+    elif fixed == written and (folder := find_local_path(path)) and not folder.exists():
+        text += ", which does not exist"
+    return text
+
+
+def explain_lack_of_checkpoints(
+    spec: RunSpec,
+    place: RunPlace,
+    attempts: Sequence[AttemptRecord],
+    foreign: Mapping[str, str] | None = None,
+) -> str:
+    """Return a text about a run that has saved no checkpoint, or an empty string if it has.
+
+    The text names the folder of the checkpoints, and says from where another attempt would start.
+    The text has no full stop at its end.
+
+    Args:
+        spec: The spec of the run, in which placeholders are not replaced yet.
+        place: Directory of the run.
+        attempts: All attempts of the run.
+        foreign: Mapping from the path of each checkpoint of another run to its signature, as
+            returned by `find_foreign_checkpoints`.
+
+    Returns:
+        An empty string also if the spec has no key `checkpoints`, or if no attempt has begun.
+
+    Raises:
+        OSError: The folder of the checkpoints cannot be read.
+    """
+    if not attempts or _checkpoint_component(spec) is None:
+        return ""
+    # A checkpoint of another run, from which this run was started, is no checkpoint of this run.
+    plan = plan_resume(spec.model_copy(update={"start_from": None}), place, attempts, foreign)
+    if plan.path is not None:
+        return ""
+    start = spec.start_from
+    beginning = f"{start.checkpoint} again" if start is not None else "the beginning"
+    if plan.unrecognised:
+        return f"another attempt would start from {beginning}: {plan.rule}"
+    return f"{plan.rule}, so another attempt would start from {beginning}"
 
 
 def describe_unrecognised(spec: RunSpec, place: RunPlace, attempts: Sequence[AttemptRecord]) -> str:

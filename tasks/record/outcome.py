@@ -178,6 +178,13 @@ class Verdict:
             at_monotonic_s=at_monotonic_s,
         )
 
+    def with_warning(self, warning: str) -> Verdict:
+        """Return the result with a warning in its message."""
+        message = f"warning: {self.message}, but {warning}"
+        if self.message.startswith("warning: "):
+            message = f"{self.message}; {warning}"
+        return replace(self, message=message)
+
     def with_leftovers(self, left: Mapping[str, tuple[int | str, ...]]) -> Verdict:
         """Return the result with the state FAILED, because Muster could not end some processes.
 

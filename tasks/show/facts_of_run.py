@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
-from tasks.record.checkpoints import find_resume_checkpoint
+from tasks.record.checkpoints import explain_lack_of_checkpoints, find_resume_checkpoint
 from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord, RunJson
+from tasks.record.states import RunState
 from tasks.show.failure import Fact
 from tasks.show.offline_tracker import make_sync_command
 from tasks.show.resume import describe_parent, describe_resume
@@ -79,9 +80,12 @@ def facts_of_run(
     if step is not None:
         yield Fact("progress", format_step(step, total))
     if record.state.is_final and spec is not None:
-        checkpoint = find_last_checkpoint(record, place, spec)
+        checkpoint, lack = find_last_checkpoint(record, place, spec)
         if checkpoint:
             yield Fact("last checkpoint", checkpoint, is_code=True)
+        elif lack and record.state is not RunState.COMPLETED:
+            # The message of a completed run already contains this text.
+            yield Fact("last checkpoint", f"none: {lack}")
     if spec is not None and (command := make_sync_command(record.run_id, spec)):
         yield Fact("upload to W&B", command, is_code=True)
     if text := " ".join(time_use):
@@ -152,21 +156,23 @@ def read_spec_of_run(record: RunJson, place: RunPlace) -> RunSpec | None:
     return None
 
 
-def find_last_checkpoint(record: RunJson, place: RunPlace, spec: RunSpec) -> str:
-    """Return the path of the checkpoint from which the run would be resumed.
+def find_last_checkpoint(record: RunJson, place: RunPlace, spec: RunSpec) -> tuple[str, str]:
+    """Find the checkpoint from which the run would be resumed.
 
-    Return an empty string if there is no complete checkpoint, or if the file system of the
-    checkpoints does not answer within five seconds.
+    Returns:
+        The path of the checkpoint, and a text that says why there is no checkpoint. One of the two
+        is empty. Both are empty if the spec has no key `checkpoints`, or if the file system of the
+        checkpoints does not answer within five seconds.
     """
-    paths: list[str] = []
+    results: list[tuple[str, str]] = []
 
     def search() -> None:
+        run = (spec, place, record.attempts, record.foreign_checkpoints)
         with suppress(OSError):
-            path = find_resume_checkpoint(spec, place, record.attempts, record.foreign_checkpoints)
-            if path is not None:
-                paths.append(str(path))
+            path = find_resume_checkpoint(*run)
+            results.append((str(path), "") if path else ("", explain_lack_of_checkpoints(*run)))
 
     thread = threading.Thread(target=search, name="last-checkpoint", daemon=True)
     thread.start()
     thread.join(_CHECKPOINT_WITHIN_S)
-    return paths[0] if paths else ""
+    return results[0] if results else ("", "")

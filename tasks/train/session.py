@@ -31,6 +31,7 @@ from tasks.record.checkpoints import (
     ResumePlan,
     describe_rivals,
     describe_unrecognised,
+    explain_lack_of_checkpoints,
     find_foreign_checkpoints,
     plan_resume,
 )
@@ -211,6 +212,8 @@ class RunSession:
         #: owns the process tree of one component.
         self._guardian_template: GuardianTemplate | None = None
         self._verdict: Verdict | None = None
+        #: Result of the attempt that ended last, without the warnings that `_verdict` contains.
+        self._attempt_verdict: Verdict | None = None
         self._is_left = False
         #: True while this process hands the run over to the next flow process. If the handover
         #: fails, the value is False again.
@@ -678,14 +681,16 @@ class RunSession:
         if self._running is None:
             raise RuntimeError("no attempt of the run has begun")
         verdict = self._running.end()
-        if verdict is self._verdict:
-            return verdict
+        if verdict is self._attempt_verdict:
+            return self.verdict
+        self._attempt_verdict = verdict
         self._verdict = verdict
         # Record the end of the attempt only for a final state. Without a final state, the Ray jobs
         # of the attempt are still running, and the next process of the run will supervise the jobs.
         if verdict.state.is_final:
             self._release_grant()
-            self._end_in_record(verdict)
+            verdict = self._end_in_record(verdict)
+            self._verdict = verdict
             self.emit(
                 "attempt.ended",
                 attempt=self.record.attempts,
@@ -695,43 +700,60 @@ class RunSession:
             )
         return verdict
 
-    def _end_in_record(self, verdict: Verdict) -> None:
+    def _end_in_record(self, verdict: Verdict) -> Verdict:
         """Record the result of the attempt, and warn if the attempt had no lasting result.
 
         A lasting result is a new checkpoint, or a training step that no earlier attempt reached.
+
+        Returns:
+            The result. If the attempt is complete, but the run has saved no checkpoint, the message
+            of the result contains a warning.
         """
         content = self.record.content
         attempt = content.under_way
         if attempt is None:
-            return
+            return verdict
         ended = attempt.ended(verdict.state, time.time(), verdict.failure)
         earlier = content.attempts[:-1]
         attempts = [*earlier, ended]
 
-        def find_saved() -> tuple[bool | None, str]:
-            saved = has_saved_checkpoint(
-                self.spec, self.place, attempts, content.foreign_checkpoints
-            )
+        is_complete = verdict.state is RunState.COMPLETED
+
+        def find_saved() -> tuple[bool | None, str, str]:
+            run = (self.spec, self.place, attempts)
+            saved = has_saved_checkpoint(*run, content.foreign_checkpoints)
             unrecognised = ""
+            lack = ""
             if saved is False:
                 with suppress(OSError):
-                    unrecognised = describe_unrecognised(self.spec, self.place, attempts)
-            return saved, unrecognised
+                    unrecognised = describe_unrecognised(*run)
+                    if is_complete and not unrecognised:
+                        lack = explain_lack_of_checkpoints(*run, content.foreign_checkpoints)
+            return saved, unrecognised, lack
 
         saved = None
         unrecognised = ""
+        lack = ""
         with suppress(PlaceTimeout):
-            saved, unrecognised = self._checkpoint_reader.ask_blocking(
+            saved, unrecognised, lack = self._checkpoint_reader.ask_blocking(
                 find_saved, _FIND_SAVED_WITHIN_S
             )
         attempts = [*earlier, ended.with_changes(saved_checkpoint=saved)]
         warning = describe_fruitless_attempts(self.spec, attempts, unrecognised)
         if unrecognised and not warning:
             warning = f"the attempt ended without a checkpoint. {unrecognised}"
+        elif lack:
+            warning = (
+                f"{lack}. If the training saves checkpoints in another folder, name this folder in "
+                "the key `checkpoints` of the spec"
+            )
         if warning:
             self.emit("run.warning", message=warning)
+            if is_complete:
+                verdict = verdict.with_warning(warning)
         count = len(list_fruitless_attempts(attempts))
         self.record.end_attempt(verdict, saved_checkpoint=saved, fruitless_attempts=count or None)
+        return verdict
 
     def record_decision(self, text: str) -> None:
         """Record the decision after an attempt: a retry, a requeue, or the end of the run."""

@@ -10,6 +10,7 @@ import yaml
 
 from tasks.record.checkpoints import (
     describe_unrecognised,
+    explain_lack_of_checkpoints,
     find_latest_checkpoint,
     find_resume_checkpoint,
     find_superfluous_checkpoints,
@@ -628,6 +629,42 @@ def test_unrecognised_checkpoints_are_named_and_the_remedy_helps(
 
     remedied = remedy.replace("${run.dir}", str(place.directory))
     assert find_latest_checkpoint(remedied, tmp_path) is not None
+
+
+@pytest.mark.parametrize(
+    ("written", "count", "exists", "searched"),
+    [
+        ("${run.dir}/ckpts", 1, False, "in RUN/ckpts, which does not exist"),
+        ("${run.dir}/ckpts", 2, True, "in RUN/ckpts"),
+        ("${run.dir}/ckpts/step*", 1, True, "that matches RUN/ckpts/step*"),
+        (
+            "${attempt.dir}/ckpts",
+            2,
+            False,
+            "in RUN/attempt-02/ckpts or in the folders of earlier attempts",
+        ),
+    ],
+)
+def test_searched_folder_without_a_checkpoint_is_named(
+    tmp_path: Path, written: str, count: int, exists: bool, searched: str
+) -> None:
+    spec, place = run_of(tmp_path, written, count)
+    if exists:
+        (place.directory / "ckpts").mkdir()
+
+    plan = plan_resume(spec, place, attempts(count))
+    text = explain_lack_of_checkpoints(spec, place, attempts(count))
+
+    rule = f"no checkpoint was found {searched.replace('RUN', str(place.directory))}"
+    assert plan.rule == rule
+    assert text == f"{rule}, so another attempt would start from the beginning"
+
+
+def test_run_with_a_checkpoint_has_no_lack_of_checkpoints(tmp_path: Path) -> None:
+    spec, place = run_of(tmp_path, "${run.dir}/ckpts", 1)
+    create_files(place.directory / "ckpts", "step-10.pt", "step-20.pt")
+
+    assert explain_lack_of_checkpoints(spec, place, attempts(1)) == ""
 
 
 def test_folder_of_checkpoints_in_the_checkpoint_folder_is_named(tmp_path: Path) -> None:

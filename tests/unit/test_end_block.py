@@ -245,6 +245,33 @@ def test_completed_run_names_its_step_and_its_last_checkpoint(tmp_path: Path) ->
     assert f"  last checkpoint    {checkpoints / 'checkpoint-20'}" in shown
 
 
+@pytest.mark.parametrize(("state", "is_shown"), [("cancelled", True), ("completed", False)])
+def test_stopped_run_says_that_it_has_no_checkpoint(
+    tmp_path: Path, state: str, is_shown: bool
+) -> None:
+    record = written(tmp_path, attempt(1, None, state))
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"state": state}))
+    trainer = {"command": ["true"], "checkpoints": "out"}
+    spec = {
+        "name": "x",
+        "workload": "sft",
+        "cwd": str(tmp_path),
+        "components": {"trainer": trainer},
+    }
+    (tmp_path / "attempt-01").mkdir()
+    (tmp_path / "attempt-01" / "spec.yaml").write_text(yaml.safe_dump(spec))
+
+    shown = block(state=state, message="the end", record_path=record)
+
+    line = (
+        f"  last checkpoint    none: no checkpoint was found in {tmp_path / 'out'}, which does not "
+        "exist, so another attempt would start from the beginning"
+    )
+    # The message of a completed run says the same, so the end block does not repeat it.
+    assert (line in shown) == is_shown
+    assert any("last checkpoint" in one for one in shown) == is_shown
+
+
 @pytest.mark.parametrize("state", ["completed", "failed", "cancelled"])
 def test_record_without_the_end_of_the_run_is_named(tmp_path: Path, state: str) -> None:
     path = written(tmp_path, attempt(1, state="running"))

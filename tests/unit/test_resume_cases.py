@@ -188,8 +188,8 @@ def test_exit_zero_before_the_last_step_is_a_warning(run_case: RunCase) -> None:
         "trainer ended with exit code 0 at step 12 of 30. If a run that ends before step 30 should "
         "count as failed, write `success: {step: 30}` into the spec"
     )
-    assert record.message == f"warning: {warning}"
-    assert record.attempts[0].warnings == (warning,)
+    assert record.message.startswith(f"warning: {warning}; no checkpoint was found in ")
+    assert record.attempts[0].warnings[0] == warning
 
 
 def test_sigterm_that_a_trainer_turns_into_exit_zero_is_no_success(run_case: RunCase) -> None:
@@ -252,14 +252,16 @@ def test_trainer_that_goes_on_beyond_its_last_step_is_not_stopped(
 
     record = run_case("trains_on.py", progress=progress, success=None, finish_within_s=1)
 
-    assert (record.state, record.message) == (RunState.COMPLETED, "step 100 of 10")
+    assert record.state is RunState.COMPLETED
+    assert "step 100 of 10" in record.message
     assert steps_of(muster_home, 1)[-1] == 100
 
 
 def test_success_before_the_last_step_is_no_reason_to_stop(run_case: RunCase) -> None:
     record = run_case("trains_on.py", success={"step": 5}, finish_within_s=1)
 
-    assert (record.state, record.message) == (RunState.COMPLETED, "step 100 of 30")
+    assert record.state is RunState.COMPLETED
+    assert "step 100 of 30" in record.message
 
 
 def limit_time(program: str, hours_s: float, **stop: Any) -> dict[str, Any]:
@@ -343,11 +345,53 @@ def test_completed_run_without_a_recognised_checkpoint_has_a_warning(
     [attempt] = record.attempts
     folder = muster_home / "runs" / RUN_ID / "c"
     assert attempt.saved_checkpoint is False
+    assert record.message.startswith("warning: step 30 of 30, but the attempt ended without a")
     assert attempt.warnings == (
         "the attempt ended without a checkpoint. Muster does not recognise it000020, it000030 in "
         f"{folder} as checkpoints. If they are checkpoints, write a pattern into the spec: "
         '`checkpoints: "${run.dir}/c/it*"`',
     )
+
+
+def test_completed_run_without_any_checkpoint_has_a_warning(
+    run_case: RunCase, muster_home: Path
+) -> None:
+    record = run_case("trains_on.py", components=trainer_without_saves("trains_on.py"))
+
+    folder = muster_home / "runs" / RUN_ID / "elsewhere"
+    text = (
+        f"no checkpoint was found in {folder}, which does not exist, so another attempt would "
+        "start from the beginning. If the training saves checkpoints in another folder, name this "
+        "folder in the key `checkpoints` of the spec"
+    )
+    [attempt] = record.attempts
+    assert record.state is RunState.COMPLETED
+    assert attempt.warnings == (text,)
+    assert record.message == f"warning: step 100 of 30, but {text}"
+
+
+def test_retry_names_the_folder_in_which_no_checkpoint_was_found(
+    run_case: RunCase, muster_home: Path
+) -> None:
+    program = "killed_before_its_last_save.py"
+
+    record = run_case(program, components=trainer_without_saves(program))
+
+    resume = record.attempts[1].resume
+    folder = muster_home / "runs" / RUN_ID / "elsewhere"
+    assert resume is not None
+    assert resume.rule == f"no checkpoint was found in {folder}, which does not exist"
+    assert record.attempts[0].warnings == ()
+
+
+def trainer_without_saves(program: str) -> dict[str, Any]:
+    """Return the component of a trainer that saves in another folder than the spec says.
+
+    Args:
+        program: Training program, a file in `tests/data/resume`.
+    """
+    command = [sys.executable, program, "${run.dir}/c", "${attempt.resume_from}"]
+    return {"trainer": {"command": command, "checkpoints": "${run.dir}/elsewhere"}}
 
 
 @pytest.mark.thorough
