@@ -1,11 +1,23 @@
-"""Compare the first step of an attempt with the checkpoint that Muster passed to it."""
+"""Check whether an attempt has loaded the checkpoint that Muster passed to it.
+
+For this purpose, Muster compares the first step of the attempt with the step of the checkpoint. If
+one of the two steps is unknown, Muster cannot check it, and says so.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tasks.record.checkpoint_names import read_step
-from tasks.record.run_json import ResumeRecord
+from tasks.record.run_json import AttemptRecord, ResumeRecord
+from tasks.spec.formatting import join_words
+from tasks.spec.run import RunSpec
+
+#: Words in each warning of `compare_first_step`.
+_FIRST_STEP = "the trainer's first step is"
+#: First words of a sentence which says that Muster cannot check the loaded checkpoint.
+_CANNOT_CHECK = "Muster cannot check whether the trainer loads"
 
 
 def compare_first_step(resume: ResumeRecord, first_step: float, next_step: float) -> str:
@@ -33,8 +45,8 @@ def compare_first_step(resume: ResumeRecord, first_step: float, next_step: float
         if other is None or first_step <= 1:
             return ""
         return (
-            "Muster passed no checkpoint to the trainer, but the trainer's first step is "
-            f"{first_step:g}. The trainer probably loaded {other}, which Muster had refused"
+            f"Muster passed no checkpoint to the trainer, but {_FIRST_STEP} {first_step:g}. The "
+            f"trainer probably loaded {other}, which Muster had refused"
         )
     if resume.step is None or next_step == resume.step:
         return ""
@@ -42,12 +54,115 @@ def compare_first_step(resume: ResumeRecord, first_step: float, next_step: float
         if other is None or first_step <= resume.step + 1:
             return ""
         return (
-            f"the trainer's first step is {first_step:g}, not {resume.step + 1:g}. The trainer "
+            f"{_FIRST_STEP} {first_step:g}, not {resume.step + 1:g}. The trainer "
             f"probably loaded {other}, which Muster had refused"
         )
     verb = "passed" if resume.passed else "expected"
     return (
-        f"Muster {verb} the checkpoint {chosen}, but the trainer's first step is {first_step:g}. "
+        f"Muster {verb} the checkpoint {chosen}, but {_FIRST_STEP} {first_step:g}. "
         "Possible causes: the trainer started from another checkpoint, the trainer started from "
         "the beginning, or the trainer counts its steps from zero after each start"
     )
+
+
+def is_confirmed(attempt: AttemptRecord) -> bool:
+    """Return True if the steps of an attempt show that its trainer has loaded the checkpoint.
+
+    The checkpoint is the one that Muster passed to the trainer.
+    """
+    resume = attempt.resume
+    return (
+        resume is not None
+        and resume.step is not None
+        and attempt.step is not None
+        and not any(_CANNOT_CHECK in note for note in resume.notes)
+        and not any(_FIRST_STEP in warning for warning in attempt.warnings)
+    )
+
+
+def explain_unchecked(spec: RunSpec, resume: ResumeRecord) -> str:
+    """Return why Muster will not be able to check whether a trainer loads its checkpoint.
+
+    Call this function before the attempt starts.
+
+    Args:
+        spec: The spec of the run, in which placeholders are not replaced yet.
+        resume: Record of the checkpoint that Muster chose for the attempt.
+
+    Returns:
+        A sentence without a full stop. An empty string if Muster passes no checkpoint, or if
+        Muster can compare the first step of the attempt with the step of the checkpoint.
+    """
+    if resume.passed is None:
+        return ""
+    if spec.progress is None:
+        reason = "the spec has no key `progress`, so the run reports no step"
+    elif spec.progress.http is not None:
+        reason = "an HTTP server reports the steps, and may report them late"
+    elif resume.step is None:
+        reason = "the step of the checkpoint is unknown"
+    else:
+        return ""
+    return _describe_unchecked(list_receivers(spec, "${attempt.resume_from}"), reason)
+
+
+def explain_unreported(attempt: AttemptRecord, spec: RunSpec | None = None) -> str:
+    """Return why Muster cannot check yet whether a trainer has loaded its checkpoint.
+
+    Args:
+        attempt: The attempt. It is running or has ended.
+        spec: The spec of the attempt, in which placeholders are replaced. None if unknown.
+
+    Returns:
+        A sentence without a full stop. An empty string if the attempt has reported a step, if
+        Muster passed no checkpoint, or if the notes of the attempt already say it.
+    """
+    resume = attempt.resume
+    if resume is None or resume.passed is None or attempt.step is not None:
+        return ""
+    if any(_CANNOT_CHECK in note for note in resume.notes):
+        return ""
+    has_ended = attempt.ended_at is not None
+    reason = "the attempt reported no step" if has_ended else "the attempt has reported no step yet"
+    receivers = list_receivers(spec, resume.passed) if spec is not None else []
+    return _describe_unchecked(receivers, reason)
+
+
+def _describe_unchecked(receivers: Sequence[str], reason: str) -> str:
+    """Return a sentence which says that Muster cannot check the loaded checkpoint.
+
+    Args:
+        receivers: Names of the variables and options with the path of the checkpoint.
+        reason: A clause with the reason.
+    """
+    verb = "names" if len(receivers) == 1 else "name"
+    source = f" that {join_words(receivers)} {verb}" if receivers else ""
+    return f"{_CANNOT_CHECK} the checkpoint{source}, because {reason}"
+
+
+def list_receivers(spec: RunSpec, path: str) -> list[str]:
+    """Return the names of the variables and options with which a spec passes a path to a program.
+
+    Args:
+        spec: The run spec.
+        path: The path, or the placeholder of the path.
+
+    Returns:
+        Names such as `RESUME_FROM` and `--resume`, in the order of the spec. An argument of a
+        command without an option has no name, and is left out.
+    """
+    names = list(_list_variables(spec.env, path))
+    for component in spec.processes.values():
+        names += _list_variables(component.env, path)
+        words = component.command
+        for before, word in zip(("", *words), words, strict=False):
+            option, equals, value = word.partition("=")
+            if word == path and before.startswith("-"):
+                names.append(before)
+            elif equals and value == path:
+                names.append(option)
+    return [*dict.fromkeys(names)]
+
+
+def _list_variables(env: Mapping[str, object], path: str) -> Iterator[str]:
+    return (name for name, value in env.items() if value == path)

@@ -17,7 +17,7 @@ from tasks.record.run_json import AttemptRecord, RunJson
 from tasks.record.states import RunState
 from tasks.show.failure import Fact
 from tasks.show.offline_tracker import make_sync_command
-from tasks.show.resume import describe_parent, describe_resume
+from tasks.show.resume import describe_parent, describe_resume_of
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.formatting import format_count, format_datetime, format_duration, join_words
 from tasks.spec.loading import load_resolved
@@ -61,10 +61,7 @@ def facts_of_run(
         if earlier_attempts := record.attempts[:-1]:
             counts = count_attempts_by_state(earlier_attempts)
             yield Fact("attempt", f"{attempt.number}, after {counts}")
-        resume_sentences = [*describe_resume(attempt.resume, attempt.number)]
-        if not resume_sentences and attempt.resume_from:
-            resume_sentences = [f"starts from {attempt.resume_from}"]
-        for sentence in resume_sentences:
+        for sentence in describe_resume_of(attempt, spec):
             yield Fact("resume", sentence)
         for alarm in attempt.alarms:
             yield Fact("alarm", alarm.message)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from tasks.record.resume_check import explain_unreported, is_confirmed
 from tasks.record.run_json import AttemptRecord, ResumeRecord, RunJson
+from tasks.spec.run import RunSpec
 
 #: Largest number of refused checkpoints that are named in the text for the user.
 _REFUSED_SHOWN = 5
 
 
-def describe_resume(resume: ResumeRecord | None, attempt: int) -> Iterator[str]:
+def describe_resume(
+    resume: ResumeRecord | None, attempt: int, *, is_confirmed: bool = False
+) -> Iterator[str]:
     """Yield sentences about the checkpoint from which an attempt starts.
 
     The sentences name the chosen checkpoint and the refused checkpoints, and add remarks. A first
@@ -19,11 +23,16 @@ def describe_resume(resume: ResumeRecord | None, attempt: int) -> Iterator[str]:
     Args:
         resume: Record of the chosen checkpoint, or None if the attempt has no such record.
         attempt: Number of the attempt, from 1.
+        is_confirmed: True if the steps of the attempt show that the trainer has loaded the
+            checkpoint. False if this is not known yet.
     """
     if resume is None or (attempt == 1 and not resume.refused and resume.passed is None):
         return
     if resume.passed is not None:
-        yield f"starts from {resume.passed}: {resume.rule}"
+        start = f"Muster passes {resume.passed} to the trainer"
+        if is_confirmed:
+            start = f"starts from {resume.passed}"
+        yield f"{start}: {resume.rule}"
     elif resume.expected is not None:
         yield (
             "Muster passes no checkpoint to the trainer. The trainer itself probably loads "
@@ -41,9 +50,24 @@ def describe_resume(resume: ResumeRecord | None, attempt: int) -> Iterator[str]:
     yield from resume.notes
 
 
+def describe_resume_of(attempt: AttemptRecord, spec: RunSpec | None = None) -> Iterator[str]:
+    """Yield the sentences about the checkpoint from which a running or ended attempt started.
+
+    Args:
+        attempt: The attempt.
+        spec: The spec of the attempt, in which placeholders are replaced. None if unknown.
+    """
+    if attempt.resume is None and attempt.resume_from:
+        # An earlier version of Muster recorded only the path of the checkpoint.
+        yield f"Muster passed {attempt.resume_from} to the trainer"
+    yield from describe_resume(attempt.resume, attempt.number, is_confirmed=is_confirmed(attempt))
+    if unreported := explain_unreported(attempt, spec):
+        yield unreported
+
+
 def describe_attempt(attempt: AttemptRecord) -> Iterator[str]:
     """Yield the sentences about the checkpoint of an attempt, and the warnings of the attempt."""
-    yield from describe_resume(attempt.resume, attempt.number)
+    yield from describe_resume_of(attempt)
     yield from attempt.warnings
 
 

@@ -45,6 +45,7 @@ from tasks.record.fruitless import (
 from tasks.record.metrics_file import FileFingerprint
 from tasks.record.outcome import Failure, Verdict
 from tasks.record.places import AttemptPlace, RunPlace, muster_home
+from tasks.record.resume_check import explain_unchecked
 from tasks.record.retries import PREFLIGHT
 from tasks.record.run_json import AttemptRecord, ResumeRecord, RunJson, RunRecord
 from tasks.record.states import RunState
@@ -501,6 +502,8 @@ class RunSession:
                 remark := describe_fruitless_attempts(self.spec, self.record.content.attempts)
             ):
                 resume = resume.with_changes(notes=(*resume.notes, remark))
+            if unchecked := explain_unchecked(self.spec, resume):
+                resume = resume.with_changes(notes=(*resume.notes, unchecked))
             resume_from = str(resume_plan.passed or "")
             ports = reserve_ports(self.spec)
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from tasks.record.events import Event
 from tasks.record.run_json import AttemptRecord, ResumeRecord
 from tasks.show.lines import lines_of
-from tasks.show.resume import describe_attempt, describe_resume
+from tasks.show.resume import describe_attempt, describe_resume, describe_resume_of
+from tasks.spec.run import RunSpec
 
 REFUSED = [
     {"path": "/c/step_20", "why": "the file .metadata, which the trainer writes last, is missing"}
 ]
+
+PASSED = "Muster passes /c/step_10 to the trainer: the rule"
+CANNOT_CHECK = "Muster cannot check whether the trainer loads the checkpoint that RESUME_FROM names"
 
 
 def record_of(passed: str | None, **fields: object) -> ResumeRecord:
@@ -20,7 +28,7 @@ def test_choice_and_refused_checkpoints_are_named() -> None:
     resume = record_of("/c/step_10", refused=REFUSED, notes=["the pointer is newer"])
 
     assert [*describe_resume(resume, attempt=2)] == [
-        "starts from /c/step_10: the rule",
+        "Muster passes /c/step_10 to the trainer: the rule",
         "refused checkpoint /c/step_20: the file .metadata, which the trainer writes last, "
         "is missing",
         "the pointer is newer",
@@ -63,7 +71,7 @@ def test_terminal_shows_the_choice_at_the_start_of_an_attempt() -> None:
 
     lines = [line.plain for line in lines_of(Event(at=0.0, name="attempt.begun", fields=fields))]
 
-    assert "starts from /c/step_10: the rule" in lines
+    assert "Muster passes /c/step_10 to the trainer: the rule" in lines
     assert (
         "refused checkpoint /c/step_20: the file .metadata, which the trainer writes last, "
         "is missing" in lines
@@ -75,15 +83,71 @@ def test_warnings_follow_the_choice() -> None:
         {
             "number": 2,
             "state": "failed",
-            "resume": record_of("/c/step_10").as_json(),
-            "warnings": ["the first step is 1"],
+            "step": 12,
+            "resume": record_of("/c/step_10", step=10).as_json(),
+            "warnings": ["the disk is nearly full"],
         }
     )
 
     assert [*describe_attempt(attempt)] == [
         "starts from /c/step_10: the rule",
-        "the first step is 1",
+        "the disk is nearly full",
     ]
+
+
+@pytest.mark.parametrize(
+    ("resume", "attempt", "sentences"),
+    [
+        # The first step of the attempt fits the checkpoint.
+        ({"step": 10}, {"step": 11}, ["starts from /c/step_10: the rule"]),
+        # The trainer ignored the checkpoint.
+        (
+            {"step": 10},
+            {"step": 1, "warnings": ["but the trainer's first step is 1"]},
+            [PASSED],
+        ),
+        (
+            {"step": 10},
+            {},
+            [PASSED, f"{CANNOT_CHECK}, because the attempt has reported no step yet"],
+        ),
+        (
+            {"step": 10},
+            {"ended_at": 9.0},
+            [PASSED, f"{CANNOT_CHECK}, because the attempt reported no step"],
+        ),
+        # A note from the start of the attempt already says that Muster cannot check it.
+        (
+            {"notes": [f"{CANNOT_CHECK}, because it has no step"]},
+            {"step": 5},
+            [PASSED, f"{CANNOT_CHECK}, because it has no step"],
+        ),
+        (
+            {"notes": [f"{CANNOT_CHECK}, because it has no step"]},
+            {},
+            [PASSED, f"{CANNOT_CHECK}, because it has no step"],
+        ),
+    ],
+)
+def test_trainer_is_said_to_start_from_a_checkpoint_only_if_its_steps_show_it(
+    resume: dict[str, Any], attempt: dict[str, Any], sentences: list[str]
+) -> None:
+    record = AttemptRecord.model_validate(
+        {
+            "number": 2,
+            "state": "running",
+            "resume": record_of("/c/step_10", **resume).as_json(),
+            **attempt,
+        }
+    )
+    spec = RunSpec(
+        name="r",
+        workload="sft",
+        env={"RESUME_FROM": "/c/step_10"},
+        components={"trainer": {"command": ["train"]}},
+    )
+
+    assert [*describe_resume_of(record, spec)] == sentences
 
 
 def test_record_names_the_resumed_checkpoint_in_the_key_from() -> None:
