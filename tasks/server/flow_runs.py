@@ -27,6 +27,7 @@ from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import LogCreate
 from prefect.client.schemas.filters import FlowFilter, FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.responses import (
@@ -81,6 +82,9 @@ OUR_FLOWS = ("train", "pipeline", "reconcile", "prune")
 #: Names of the maintenance flows, which run on each host. Their finished flow runs can be deleted.
 UPKEEP_FLOWS = ("reconcile", "prune")
 
+#: Name of the logger that the Prefect UI shows next to the end of a run whose flow process was
+#: killed.
+_LOGGER_OF_RECONCILE = "muster.reconcile"
 #: Types of the Prefect states in which a flow run has a process or will soon get a process.
 HELD = (StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)
 #: Number of seconds without contact to the server after which a worker or a host counts as offline.
@@ -684,9 +688,7 @@ def _restore_overwritten(
 
     Returns: True if another process had set a state after `before` was read.
     """
-    history = sorted(
-        client.read_flow_run_states(flow_run_id), key=lambda state: state.timestamp
-    )
+    history = sorted(client.read_flow_run_states(flow_run_id), key=lambda state: state.timestamp)
     forced_id = answer.state.id if answer.state is not None else None
     ids = [state.id for state in history]
     if before.id not in ids or forced_id not in ids:
@@ -702,6 +704,32 @@ def _restore_overwritten(
         return False
     client.set_flow_run_state(flow_run_id, overwritten[-1], force=True)
     return True
+
+
+def log_end(client: SyncPrefectClient, flow_run_id: str, message: str, *, is_failure: bool) -> None:
+    """Write how a run ended into the log of its flow run, for the tab Logs in the Prefect UI.
+
+    An error of the server is only logged, because the run's record already has the message.
+
+    Args:
+        client: client of the Prefect server.
+        flow_run_id: id of the flow run.
+        message: message of the run's final state.
+        is_failure: True to show the message as an error.
+    """
+    entry = LogCreate(
+        name=_LOGGER_OF_RECONCILE,
+        level=logging.ERROR if is_failure else logging.INFO,
+        message=message,
+        timestamp=datetime.now(UTC),
+        flow_run_id=UUID(flow_run_id),
+    )
+    try:
+        client.create_logs([entry])
+    except httpx.HTTPError as error:
+        _log.warning(
+            "Muster could not write the end of the run into the log of its flow run: %r", error
+        )
 
 
 def set_running_message(flow_run_id: UUID, message: str, over: threading.Event) -> None:

@@ -36,6 +36,7 @@ from tasks.ray.submission import SubmissionFile
 from tasks.record.final_record import FlowLoss, write_final_record
 from tasks.record.places import AttemptPlace, RunPlace, read_own_file
 from tasks.record.run_json import RunJson
+from tasks.record.states import RunState
 from tasks.server.flow_runs import (
     FLOW_RUN_VARIABLE,
     JOBS_GO_ON,
@@ -45,6 +46,7 @@ from tasks.server.flow_runs import (
     decide_closed_state,
     find_flow_run,
     find_new_worker,
+    log_end,
     make_handover_state,
     propose_state,
     read_listed_clusters,
@@ -376,6 +378,14 @@ def finish_run(lost: LostRun, loss: FlowLoss, *, goes_on_here: bool = False) -> 
                         server = after.name or ""
                     else:
                         open = CHANGED
+                if is_changed and record is not None and record.state.is_final:
+                    end = after if after is not None and server else None
+                    log_end(
+                        client,
+                        flow_run_id,
+                        (end.message if end is not None else None) or record.message,
+                        is_failure=record.state is RunState.FAILED,
+                    )
                 if server or (state is not None and state.is_final()):
                     # The killed process may have set the final state without an update of the run's
                     # artifacts in the Prefect UI. So update the artifacts.

@@ -246,6 +246,11 @@ def test_run_with_a_killed_flow_process_is_notified(automation_setup: Automation
     flow_run = run.flow_run()
     assert (flow_run["state"]["type"], flow_run["run_count"]) == ("CRASHED", run_count)
     assert "of this run was killed or lost" in flow_run["state"]["message"]
+    # The log of the flow run has the same message.
+    log_filter = {"flow_run_id": {"any_": [run.flow_run_id]}}
+    logs = automation_setup.pool.host_env.post("/logs/filter", logs=log_filter)
+    ends = [line["message"] for line in logs if line["name"] == "muster.reconcile"]
+    assert ends == [flow_run["state"]["message"]]
     # The second event of the state must not cause a second notification. The events of a server are
     # handled in order, so wait for a notification about a later event.
     wait_for(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID, uuid4
 
+import httpx
 import pytest
+from prefect.client.schemas.actions import LogCreate
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.responses import SetStateStatus
 from prefect.states import Cancelled, Cancelling, Completed, Crashed, Running, Scheduled
@@ -25,6 +28,7 @@ from tasks.server.flow_runs import (
     decide_lost_state,
     find_host,
     find_new_worker,
+    log_end,
     propose_state,
     read_held_flow_runs,
     read_server_time,
@@ -333,6 +337,9 @@ class FakeServer:
     held: int = 0
     proposed_states: list[State[Any]] = field(default_factory=list)
     forced_states: list[State[Any]] = field(default_factory=list)
+    logs: list[LogCreate] = field(default_factory=list)
+    #: True if the server refuses logs.
+    is_log_full: bool = False
     #: All states of the flow run, oldest first.
     history: list[State[Any]] = field(default_factory=list)
 
@@ -353,6 +360,11 @@ class FakeServer:
 
     def read_flow_run_states(self, flow_run_id: UUID) -> list[State[Any]]:
         return self.history[::-1]
+
+    def create_logs(self, logs: list[LogCreate]) -> None:
+        if self.is_log_full:
+            raise httpx.ConnectError("All connection attempts failed")
+        self.logs += logs
 
     def hello(self) -> Any:
         headers = {"date": self.date} if self.date else {}
@@ -446,6 +458,25 @@ def test_state_rejected_by_the_server_counts_as_not_set() -> None:
     is_accepted = propose_state(server, str(FLOW_RUN), judged_state, Crashed())  # type: ignore[arg-type]
 
     assert not is_accepted
+
+
+@pytest.mark.parametrize(("is_failure", "level"), [(True, logging.ERROR), (False, logging.INFO)])
+def test_end_of_a_lost_run_is_one_line_in_the_logs_of_its_flow_run(
+    is_failure: bool, level: int
+) -> None:
+    server = FakeServer()
+
+    log_end(server, str(FLOW_RUN), "the cause", is_failure=is_failure)  # type: ignore[arg-type]
+
+    (line,) = server.logs
+    assert (line.flow_run_id, line.level, line.message) == (FLOW_RUN, level, "the cause")
+    assert line.name == "muster.reconcile"
+
+
+def test_end_of_a_lost_run_may_be_missing_in_the_logs(caplog: pytest.LogCaptureFixture) -> None:
+    log_end(FakeServer(is_log_full=True), str(FLOW_RUN), "the cause", is_failure=True)  # type: ignore[arg-type]
+
+    assert "could not write the end of the run" in caplog.text
 
 
 @pytest.mark.parametrize(
