@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -966,20 +966,72 @@ def _check_points(stage: Mapping[str, Any], path: str, faults: list[Fault]) -> N
         if isinstance(values, list | tuple) or "min" in mapping_or_empty(values)
     }
     first_point = {key: values[0] for key, values in lists.items() if values}
+    if not first_point:
+        return
+    first_faults = _find_point_faults(stage, first_point)
+    owners = {fault: _find_owner(stage, fault, first_point) for fault in first_faults}
     for key, values in lists.items():
         for index, value in enumerate(values):
-            point_stage = copy.deepcopy(dict(stage))
-            point_faults: list[Fault] = []
-            with collect_faults(point_faults):
-                _apply_point(point_stage, {**first_point, key: value})
-                spec = point_stage.get("spec")
-                if is_step(point_stage):
-                    args = _fill_args(point_stage.get("args"), lambda _stage, _key: "stage")
-                    spec = build_run_spec({**point_stage, "args": args})
-                parse_spec(fill_in_stages(spec, lambda _stage, _key: "stage"))
-            if point_faults:
-                problem = "; ".join(map(str, point_faults))
+            if index == 0:
+                own_faults = [fault for fault in first_faults if owners[fault] == key]
+            else:
+                # Leave out the faults of the first values of the other keys. These faults are
+                # reported at their own places.
+                own_faults = [
+                    fault
+                    for fault in _find_point_faults(stage, {**first_point, key: value})
+                    if _find_key(fault.path, first_point) == key or fault not in owners
+                ]
+            if own_faults:
+                problem = "; ".join(map(str, own_faults))
                 faults.append(Fault(path=f"{path}.matrix.{key}.{index}", problem=problem))
+
+
+def _find_point_faults(stage: Mapping[str, Any], point: Mapping[str, Any]) -> list[Fault]:
+    """Return the faults of the run spec that results from one combination of values of a matrix.
+
+    Args:
+        stage: The stage as plain data.
+        point: Mapping from the keys of the matrix to the values.
+    """
+    point_stage = copy.deepcopy(dict(stage))
+    faults: list[Fault] = []
+    with collect_faults(faults):
+        _apply_point(point_stage, point)
+        spec = point_stage.get("spec")
+        if is_step(point_stage):
+            args = _fill_args(point_stage.get("args"), lambda _stage, _key: "stage")
+            spec = build_run_spec({**point_stage, "args": args})
+        parse_spec(fill_in_stages(spec, lambda _stage, _key: "stage"))
+    return faults
+
+
+def _find_owner(stage: Mapping[str, Any], fault: Fault, first_point: Mapping[str, Any]) -> str:
+    """Return the key of a matrix whose first value causes a fault.
+
+    Args:
+        stage: The stage as plain data.
+        fault: A fault of the run spec with the first values of all keys.
+        first_point: Mapping from each key of the matrix to its first value.
+    """
+    if key := _find_key(fault.path, first_point):
+        return key
+    for key, value in first_point.items():
+        if fault in _find_point_faults(stage, {key: value}):
+            return key
+    # Only several values together cause the fault.
+    return next(iter(first_point))
+
+
+def _find_key(path: str, keys: Iterable[str]) -> str:
+    """Return the key of a matrix that sets a place in the run spec, or an empty string.
+
+    Args:
+        path: Dotted path of the place.
+        keys: The keys of the matrix, which are dotted paths, too.
+    """
+    fitting = [key for key in keys if path == key or path.startswith(f"{key}.")]
+    return max(fitting, key=len, default="")
 
 
 def _explain_needs(

@@ -333,6 +333,41 @@ def test_unusable_evaluation_of_a_matrix_is_rejected(
     assert path in [fault.path for fault in error.value.faults]
 
 
+@pytest.mark.parametrize(
+    ("matrix", "paths"),
+    [
+        # One value is wrong. The first key of the matrix is right.
+        ({"env.LR": [1, 3], "stall_after_s": ["1.0e3"]}, ["stall_after_s.0"]),
+        ({"env.LR": [1, 3], "stall_after_s": [5, "1.0e3", 7]}, ["stall_after_s.1"]),
+        # Both values of a key are wrong.
+        ({"stall_after_s": ["1.0e3", "2.0e3"]}, ["stall_after_s.0", "stall_after_s.1"]),
+        # Two keys have wrong first values.
+        (
+            {"stall_after_s": ["1.0e3", 2], "workload": ["dance", "sft", "jump"]},
+            ["stall_after_s.0", "workload.0", "workload.2"],
+        ),
+        # The value is too small for another key of the spec: the fault is at `success.step`.
+        (
+            {"env.LR": [1, 3], "progress.total": [10, 20, 5]},
+            ["progress.total.0", "progress.total.2"],
+        ),
+    ],
+)
+def test_each_wrong_value_of_a_matrix_is_reported_once_at_its_place(
+    matrix: dict[str, Any], paths: list[str]
+) -> None:
+    progress = {"jsonl": "metrics.jsonl", "step": "step", "total": 20}
+    run_spec = spec("true", progress=progress, success={"step": 20})
+    stage = {"name": "grid", "spec": run_spec, "matrix": matrix}
+
+    with pytest.raises(InvalidSpec) as error:
+        parse_pipeline({"name": "p", "stages": [stage]})
+
+    assert [fault.path for fault in error.value.faults] == [
+        f"stages.0.matrix.{path}" for path in paths
+    ]
+
+
 def test_matrix_may_compare_an_evaluation_whose_best_checkpoint_is_kept() -> None:
     stage = make_evaluated_stage({"keep": 2})
     stage["spec"]["keep_best"] = {"by": "math.accuracy"}
