@@ -356,7 +356,9 @@ def fill_in_checkpoint(data: object, values: Mapping[str, str]) -> Any:
 
 def find_placeholder_faults(data: object) -> tuple[Fault, ...]:
     """Check the placeholders in a run spec. Return a fault for each unknown name or missing `}`."""
-    run_names = sorted(list_known_names(data))
+    # A number of the wrong type has another fault, at its own place. So the placeholder of this
+    # number counts as known here.
+    run_names = sorted({*list_known_names(data), *_find_written_numbers(data)})
     names_by_kind = {
         Kind.FLEET: [*run_names, *_SERVER_NAMES],
         Kind.EVALUATION: [*CHECKPOINT_NAMES, *_CHECKPOINT_NAMES],
@@ -364,6 +366,16 @@ def find_placeholder_faults(data: object) -> tuple[Fault, ...]:
     return _find_unknown_name_faults(
         (use, names_by_kind.get(use.kind, run_names)) for use in find_uses(data)
     )
+
+
+def _find_written_numbers(data: object) -> Iterator[str]:
+    """Yield the names in `_NUMBER_NAMES` whose key is in a run spec, also with a wrong value."""
+    for name in _NUMBER_NAMES:
+        section, _, key = name.partition(".")
+        keys = mapping_or_empty(data).get(section)
+        has_wrong_section = keys is not None and not isinstance(keys, Mapping)
+        if has_wrong_section or mapping_or_empty(keys).get(key) is not None:
+            yield name
 
 
 def find_unknown_names(checkpoint: object, path: str) -> tuple[Fault, ...]:

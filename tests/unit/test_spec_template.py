@@ -119,6 +119,19 @@ def test_placeholder_of_a_number_that_the_spec_lacks_is_a_fault(name: str, remed
     assert fault.remedy == remedy
 
 
+@pytest.mark.parametrize("total", [100.0, "1.0e+2", True, -1])
+def test_placeholder_of_a_wrong_number_has_no_fault_of_its_own(total: object) -> None:
+    trainer = {"command": ["true", "${progress.total}"]}
+    progress = {"jsonl": "metrics.jsonl", "step": "step", "total": total}
+    components = {"trainer": trainer}
+    data = {"name": "a", "workload": "sft", "components": components, "progress": progress}
+
+    with pytest.raises(InvalidSpec) as raised:
+        parse_spec(data)
+
+    assert [fault.path for fault in raised.value.faults] == ["progress.total"]
+
+
 FLEET = {"backend": "command", "command": ["serve", "--port", "${server.port}"]}
 
 
