@@ -86,6 +86,8 @@ class ResumePlan:
     #: True if a component gets the path of the checkpoint, because the spec uses the placeholder
     #: `${attempt.resume_from}`.
     is_passed: bool = True
+    #: False if no component of the spec has the key `checkpoints`.
+    has_folder: bool = True
     #: Text about files that may be checkpoints, as returned by `describe_unrecognised`. The text is
     #: also part of `rule`.
     unrecognised: str = ""
@@ -151,7 +153,9 @@ def plan_resume(
     if start is not None and (named is None or start.attempt == len(attempts) + 1):
         return _plan_start(start)
     if named is None:
-        return ResumePlan(rule="no component of the spec has the key `checkpoints`")
+        return ResumePlan(
+            rule="no component of the spec has the key `checkpoints`", has_folder=False
+        )
     name, component = named
     written = component.checkpoints or ""
     if not attempts:

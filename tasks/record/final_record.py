@@ -34,10 +34,7 @@ _CLEANUP_FOLLOWS = "Within a minute, a worker or the upkeep process of Muster en
 _ADOPTION_FOLLOWS = "Within a minute, Muster starts a new flow process"
 #: Advice to the user after the flow process was killed. `{retry}` is replaced by the possible ways
 #: to retry the run.
-_ADVICE_AFTER_LOSS = (
-    "To continue the run: {retry}. If the spec has the key `checkpoints`, the next attempt "
-    "resumes from the last complete checkpoint."
-)
+_ADVICE_AFTER_LOSS = "To continue the run: {retry}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

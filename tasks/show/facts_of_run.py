@@ -6,26 +6,19 @@ about a failed attempt.
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 
-from tasks.record.checkpoints import explain_lack_of_checkpoints, find_resume_checkpoint
 from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord, RunJson
 from tasks.record.states import RunState
 from tasks.show.failure import Fact
+from tasks.show.next_start import describe_retry, plan_next_start, read_unresolved_spec
 from tasks.show.offline_tracker import make_sync_command
 from tasks.show.resume import describe_parent, describe_resume_of
-from tasks.spec.errors import InvalidSpec
 from tasks.spec.formatting import format_count, format_datetime, format_duration, join_words
-from tasks.spec.loading import load_resolved
 from tasks.spec.run import RunSpec
 
-#: Longest time in seconds to search for the last checkpoint of a run. The checkpoints may be on a
-#: network file system that does not answer.
-_CHECKPOINT_WITHIN_S = 5.0
 #: Largest number of attempts whose results are named in the text about the duration of a run.
 _MAX_NAMED_ATTEMPTS = 6
 
@@ -77,12 +70,22 @@ def facts_of_run(
     if step is not None:
         yield Fact("progress", format_step(step, total))
     if record.state.is_final and spec is not None:
-        checkpoint, lack = find_last_checkpoint(record, place, spec)
-        if checkpoint:
-            yield Fact("last checkpoint", checkpoint, is_code=True)
-        elif lack and record.state is not RunState.COMPLETED:
-            # The message of a completed run already contains this text.
-            yield Fact("last checkpoint", f"none: {lack}")
+        plan = plan_next_start(record, place, read_unresolved_spec(place))
+        # Earlier versions of Muster stored only the specs of the attempts. Such a spec also names
+        # the folder of the checkpoints.
+        known_plan = plan or plan_next_start(record, place, spec)
+        if known_plan is not None and known_plan.path is not None:
+            yield Fact("last checkpoint", str(known_plan.path), is_code=True)
+        elif (
+            known_plan is not None
+            and known_plan.has_folder
+            and record.state is not RunState.COMPLETED
+        ):
+            # The message of a completed run already says that the run saved no checkpoint.
+            yield Fact("last checkpoint", f"none: {known_plan.rule}")
+        if record.state is RunState.CANCELLED:
+            retry = f"`muster retry {record.run_id}`"
+            yield Fact("to continue", describe_retry(retry, plan))
     if spec is not None and (command := make_sync_command(record.run_id, spec)):
         yield Fact("upload to W&B", command, is_code=True)
     if text := " ".join(time_use):
@@ -142,34 +145,3 @@ def describe_duration(record: RunJson, now: float | None = None) -> str:
 def format_step(step: float, total: float | None) -> str:
     """Return the step of a training for the user, such as `step 12 of 60`."""
     return f"step {step:g} of {total:g}" if total else f"step {step:g}"
-
-
-def read_spec_of_run(record: RunJson, place: RunPlace) -> RunSpec | None:
-    """Return the spec of a run's last attempt, or None if it cannot be read."""
-    if record.attempt is None:
-        return None
-    with suppress(OSError, ValueError, InvalidSpec):
-        return load_resolved(place.attempt(record.attempt.number).spec)
-    return None
-
-
-def find_last_checkpoint(record: RunJson, place: RunPlace, spec: RunSpec) -> tuple[str, str]:
-    """Find the checkpoint from which the run would be resumed.
-
-    Returns:
-        The path of the checkpoint, and a text that says why there is no checkpoint. One of the two
-        is empty. Both are empty if the spec has no key `checkpoints`, or if the file system of the
-        checkpoints does not answer within five seconds.
-    """
-    results: list[tuple[str, str]] = []
-
-    def search() -> None:
-        run = (spec, place, record.attempts, record.foreign_checkpoints)
-        with suppress(OSError):
-            path = find_resume_checkpoint(*run)
-            results.append((str(path), "") if path else ("", explain_lack_of_checkpoints(*run)))
-
-    thread = threading.Thread(target=search, name="last-checkpoint", daemon=True)
-    thread.start()
-    thread.join(_CHECKPOINT_WITHIN_S)
-    return results[0] if results else ("", "")

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from tasks.record.final_record import FLOW_LOST
 from tasks.record.outcome import Failure
 from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord
+from tasks.show.next_start import describe_retry_of
 from tasks.show.run_view import describe_ending
 from tasks.spec.failure_kinds import HANG_REPORT, FailureKind
 from tasks.spec.formatting import format_duration, format_time
@@ -51,6 +53,8 @@ def list_facts(place: RunPlace, attempt: AttemptRecord, failure: Failure) -> Ite
     # After every other attempt, Muster itself starts the next attempt.
     general_remedy = failure.kind.properties.remedy if attempt.is_last else ""
     remedy = failure.hint or general_remedy
+    if failure.rule == FLOW_LOST and attempt.is_last:
+        remedy = f"{remedy} {describe_retry_of(place, 'The next attempt')}."
     if not failure.component:
         if remedy:
             yield Fact("what to do", remedy)

@@ -22,9 +22,10 @@ from tasks.record.outcome import Failure
 from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord, ResumeRecord, RunJson
 from tasks.record.states import RunState
-from tasks.show.facts_of_run import describe_duration, facts_of_run, read_spec_of_run
+from tasks.show.facts_of_run import describe_duration, facts_of_run
 from tasks.show.failure import find_remedy, last_log_lines, list_facts
 from tasks.show.metric_order import sort_by_meaning
+from tasks.show.next_start import describe_retry_of, read_spec_of_run
 from tasks.show.output import line_of
 from tasks.show.resume import describe_attempt, describe_parent, describe_resume
 from tasks.show.run_view import ObservedRun, describe_component_state, describe_job, format_ending
@@ -260,6 +261,9 @@ def summarize_run(
             yield f"{fact.label}: {fact.text}"
         for line in last.failure.log_tail.splitlines()[-_STORY_LOG_LINES:]:
             yield f"  | {shorten(line, _STORY_COLUMNS)}"
+
+    elif last is not None and record.state is RunState.CANCELLED:
+        yield describe_retry_of(place, f"`muster retry {record.run_id}`")
 
     yield from _summarize_metrics(rows)
     yield from slow

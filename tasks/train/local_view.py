@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from tasks.processes.identity import host_name
 from tasks.record.events import read_events
 from tasks.record.places import AttemptPlace
-from tasks.show.facts_of_run import read_spec_of_run
+from tasks.show.next_start import read_spec_of_run
 from tasks.show.page import show_components, show_summary
 from tasks.show.run_view import ObservedRun, RunView
 from tasks.spec.run import RunSpec

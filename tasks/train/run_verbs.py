@@ -24,6 +24,7 @@ from tasks.show.lines import end_block
 from tasks.show.listing import ListedRun
 from tasks.show.listing import list_runs as format_runs
 from tasks.show.markdown_output import print_markdown
+from tasks.show.next_start import describe_retry_of
 from tasks.show.output import console_of, is_on_terminal, line_of
 from tasks.show.page import COMPONENTS, SUMMARY, TIME
 from tasks.spec.errors import BadArgument, MusterError
@@ -253,6 +254,9 @@ def why(run: RunName = "latest", /, *, pool: Pool = "gang", json: AsJson = False
             print(found_run)
     if attempt is not None and failure is not None:
         print(format_failure(found_run.place, attempt, failure))
+    elif attempt is not None and found_run.state == RunState.CANCELLED.value:
+        retry = f"`muster retry {found_run.run_id}`"
+        print(f"{describe_retry_of(found_run.place, retry)}.")
     if attempt is not None and found_run.state not in WAITING_STATES:
         for sentence in describe_unanswered(attempt, time.time()):
             print(sentence)

@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from tasks.show.lines import end_block
+from tasks.record.final_record import FLOW_LOST
+from tasks.record.places import RunPlace
+from tasks.record.run_json import RunJson
+from tasks.show.lines import end_block, summarize_run
 from tasks.spec.failure_kinds import FailureKind
 
 FAILURE = {
@@ -218,26 +221,104 @@ def test_processes_are_said_to_have_ended_only_if_all_nodes_were_checked(
     assert said in block(state="cancelled", message="SIGINT", record_path=record)
 
 
-def test_completed_run_names_its_step_and_its_last_checkpoint(tmp_path: Path) -> None:
-    record = written(tmp_path, attempt(1, None, "completed") | {"step": 20})
-    content = json.loads(record.read_text()) | {"state": "completed"}
+def write_run(
+    folder: Path, ended: dict[str, Any], steps: tuple[int, ...] = (), **trainer: Any
+) -> Path:
+    """Write the record, the spec and the checkpoints of a run, and return the record's path.
+
+    Args:
+        folder: Directory of the run.
+        ended: The last attempt. The run gets the state of this attempt.
+        steps: Steps of the checkpoints, in the subfolder `out`.
+        trainer: Keys of the component `trainer` in the spec.
+    """
+    record = written(folder, ended)
+    content = json.loads(record.read_text()) | {"state": ended["state"]}
     record.write_text(json.dumps(content))
-    checkpoints = tmp_path / "out"
-    for step in (10, 20):
-        folder = checkpoints / f"checkpoint-{step}"
-        folder.mkdir(parents=True)
-        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
-        (folder / "model.safetensors").write_bytes(EMPTY_TENSORS)
-    trainer = {"command": ["true"], "checkpoints": str(checkpoints)}
+    for step in steps:
+        checkpoint = folder / "out" / f"checkpoint-{step}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+        (checkpoint / "model.safetensors").write_bytes(EMPTY_TENSORS)
     spec = {
         "name": "x",
         "workload": "sft",
-        "cwd": str(tmp_path),
-        "components": {"trainer": trainer},
+        "cwd": str(folder),
+        "components": {"trainer": {"command": ["true"], **trainer}},
         "progress": {"jsonl": "metrics.jsonl", "step": "step", "total": 20},
     }
-    (tmp_path / "attempt-01").mkdir()
-    (tmp_path / "attempt-01" / "spec.yaml").write_text(yaml.safe_dump(spec))
+    text = yaml.safe_dump(spec)
+    (folder / "spec.yaml").write_text(text)
+    (folder / "attempt-01").mkdir()
+    # In the spec of an attempt, the placeholders are replaced.
+    resolved = text.replace("${attempt.resume_from}", "''")
+    (folder / "attempt-01" / "spec.yaml").write_text(resolved)
+    return record
+
+
+#: A command that gets the path of the checkpoint from which it starts.
+PASSES = {"command": ["true", "${attempt.resume_from}"], "checkpoints": "out"}
+
+
+@pytest.mark.parametrize(
+    ("steps", "trainer", "phrase"),
+    [
+        ((10, 20), PASSES, "continues from step 20 (checkpoint-20)"),
+        ((), PASSES, "starts from the beginning, because the run has no complete checkpoint"),
+        (
+            (10,),
+            {"checkpoints": "out"},
+            "passes no checkpoint to the trainer, because the spec does not use "
+            "${attempt.resume_from}. The trainer itself probably loads step 10 (checkpoint-10)",
+        ),
+        (
+            (),
+            {},
+            "starts without a checkpoint, because no component of the spec has the key "
+            "`checkpoints`",
+        ),
+    ],
+)
+def test_cancelled_and_killed_runs_say_where_a_retry_starts(
+    tmp_path: Path, steps: tuple[int, ...], trainer: dict[str, Any], phrase: str
+) -> None:
+    cancelled, killed = tmp_path / "cancelled", tmp_path / "killed"
+    cancelled.mkdir()
+    killed.mkdir()
+    path = write_run(cancelled, attempt(1, None, "cancelled"), steps, **trainer)
+    loss = {"kind": "UNKNOWN", "message": "killed", "rule": FLOW_LOST, "hint": "The advice."}
+    ended = attempt(1, loss) | {"decision": "final: it was lost"}
+    record = RunJson.read(write_run(killed, ended, steps, **trainer))
+
+    shown = block(state="cancelled", message="interrupted by SIGINT", record_path=path)
+    summaries = [
+        [*summarize_run(RunJson.read(path), RunPlace(directory=cancelled))],
+        [*summarize_run(record, RunPlace(directory=killed))],
+    ]
+
+    retry = "`muster retry x-grpo-20260102-030405-abcd91c2`"
+    assert f"  to continue        {retry} {phrase}" in shown
+    assert f"{retry} {phrase}" in summaries[0]
+    assert f"what to do: The advice. The next attempt {phrase}." in summaries[1]
+
+
+def test_advice_after_a_loss_without_a_readable_spec_names_the_condition(tmp_path: Path) -> None:
+    loss = {"kind": "UNKNOWN", "message": "killed", "rule": FLOW_LOST, "hint": "The advice."}
+    ended = attempt(1, loss) | {"decision": "final: it was lost"}
+    record = written(tmp_path, ended)
+
+    shown = block(state="failed", message="UNKNOWN: killed", record_path=record)
+
+    assert (
+        "  what to do         The advice. If the spec has the key `checkpoints`, the next attempt "
+        "resumes from the last complete checkpoint." in shown
+    )
+
+
+def test_completed_run_names_its_step_and_its_last_checkpoint(tmp_path: Path) -> None:
+    ended = attempt(1, None, "completed") | {"step": 20}
+    checkpoints = tmp_path / "out"
+    record = write_run(tmp_path, ended, (10, 20), checkpoints=str(checkpoints))
 
     shown = block(state="completed", message="step 20 of 20", record_path=record)
 
