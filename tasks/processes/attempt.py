@@ -80,7 +80,7 @@ from tasks.spec.checkpoint_urls import is_url
 from tasks.spec.errors import RunEnded
 from tasks.spec.failure_kinds import HANG_REPORT, FailureKind, find_kind_of_start_error
 from tasks.spec.formatting import join_words
-from tasks.spec.watch import Alarms
+from tasks.spec.watch import NOT_FINITE_ADVICE, Alarms
 
 _log = logging.getLogger(__name__)
 
@@ -148,9 +148,8 @@ _SIGKILL_BY_OTHERS = (
 )
 #: Advice for an alarm about a metric that is NaN or infinite.
 _NOT_FINITE_HINT = (
-    "The training diverged: a metric is NaN or infinite. Check the learning rate, and the data of "
-    "the last steps. To let Muster resume from a checkpoint before this metric value, list ALARM "
-    "(the kind of this failure) under `retry` in the spec."
+    f"{NOT_FINITE_ADVICE} To let Muster resume from a checkpoint before this metric value, list "
+    "ALARM (the kind of this failure) under `retry` in the spec."
 )
 #: Advice for a run that Muster stopped before the first step, because no progress was visible.
 _FIRST_STEP_HINT = (

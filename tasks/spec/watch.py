@@ -7,6 +7,7 @@ or its rewards never change. `watch.yaml` has the default rules of each workload
 from __future__ import annotations
 
 import math
+import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -37,6 +38,19 @@ _STEADY_WITHIN = 0.1
 #: A decline of a metric is treated as noise if it is smaller than this number times the metric's
 #: mean change from step to step.
 _NOISE_FACTOR = 4.0
+#: Advice about a metric that is NaN or infinite.
+NOT_FINITE_ADVICE = (
+    "The training diverged: a metric is NaN or infinite. Check the learning rate, and the data of "
+    "the last steps."
+)
+#: The same for a metric that is null.
+_NULL_ADVICE = (
+    "A metric is null, which often stands for NaN. Check the learning rate, and the data of the "
+    "last steps."
+)
+#: Matches the text of `Alarms.describe_not_finite` in the message of a completed run. The group is
+#: the last value of the metric.
+_NOT_FINITE_TEXT = re.compile(r" is (nan|inf|-inf|null) since step \d")
 #: An alarm about null values is raised only if the metric is null in at least this number of
 #: consecutive lines.
 _MANY_NULLS = 10
@@ -243,6 +257,21 @@ def find_metric(entry: Mapping[str, Any], names: Sequence[str]) -> tuple[str, fl
                 with suppress(OverflowError):
                     return name, float(value)
     return None
+
+
+def advise_about_message(message: str) -> str:
+    """Return advice if the message of a completed run names a metric without a finite value.
+
+    Args:
+        message: Message of the run, which contains the text of `describe_not_finite`.
+
+    Returns:
+        The advice, or an empty string if the message names no such metric.
+    """
+    values = _NOT_FINITE_TEXT.findall(message)
+    if not values:
+        return ""
+    return _NULL_ADVICE if {*values} == {"null"} else NOT_FINITE_ADVICE
 
 
 def has_null(entry: Mapping[str, Any], names: Sequence[str]) -> str:

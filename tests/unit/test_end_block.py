@@ -17,6 +17,7 @@ from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
 from tasks.show.lines import end_block, summarize_run
 from tasks.spec.failure_kinds import FailureKind
+from tasks.spec.watch import NOT_FINITE_ADVICE
 
 FAILURE = {
     "kind": "RUNTIME_ERROR",
@@ -313,6 +314,29 @@ def test_advice_after_a_loss_without_a_readable_spec_names_the_condition(tmp_pat
         "  what to do         The advice. If the spec has the key `checkpoints`, the next attempt "
         "resumes from the last complete checkpoint." in shown
     )
+
+
+@pytest.mark.parametrize(
+    ("values", "advice"),
+    [
+        ("loss is nan since step 29", NOT_FINITE_ADVICE),
+        ("loss is -inf since step 9 and grad_norm is null since step 2", NOT_FINITE_ADVICE),
+        ("loss is null since step 10", "A metric is null, which often stands for NaN."),
+    ],
+)
+def test_completed_run_with_a_metric_that_is_not_finite_has_advice(
+    tmp_path: Path, values: str, advice: str
+) -> None:
+    record = written(tmp_path, attempt(1, None, "completed"))
+    message = f"warning: step 30 of 30, but {values}"
+    content = json.loads(record.read_text()) | {"state": "completed", "message": message}
+    record.write_text(json.dumps(content))
+
+    shown = block(state="completed", message=message, record_path=record)
+    summary = [*summarize_run(RunJson.read(record), RunPlace(directory=tmp_path))]
+
+    assert any(line.startswith(f"  what to do         {advice}") for line in shown)
+    assert any(line.startswith(f"what to do: {advice}") for line in summary)
 
 
 def test_completed_run_names_its_step_and_its_last_checkpoint(tmp_path: Path) -> None:

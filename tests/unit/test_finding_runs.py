@@ -36,6 +36,7 @@ from tasks.record.run_json import RunJson
 from tasks.server.flow_runs import TYPED_NAME_LABEL
 from tasks.show.arguments import run as run_verb
 from tasks.spec.errors import BadArgument, MusterError
+from tasks.spec.watch import NOT_FINITE_ADVICE
 from tasks.train import run_cancellation, run_verbs, server_runs
 from tasks.train.finding_runs import find_run, list_runs
 from tasks.train.run_records import describe_lost_process
@@ -696,7 +697,20 @@ def test_why_says_who_cancelled_a_run(
 
     assert run_verbs.why(FAILED) == 0
 
-    assert "cancelled by ada" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "cancelled by ada" in output
+    assert f"`muster retry {FAILED}`" in output
+
+
+def test_why_advises_about_a_metric_that_is_not_finite(
+    muster_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = "warning: step 30 of 30, but loss is nan since step 29"
+    write_record(FAILED, state="completed", message=message)
+
+    assert run_verbs.why(FAILED) == 0
+
+    assert NOT_FINITE_ADVICE in capsys.readouterr().out
 
 
 def test_invalid_deployment_name_is_reported_as_a_missing_deployment() -> None:
