@@ -164,11 +164,14 @@ _NO_OUTPUT_HINT = (
     "Muster reads the training steps. Otherwise read the file {hang_report}: it shows the code at "
     "which the component hung."
 )
+_LESS_MEMORY = "Use fewer worker processes, a smaller batch, or less offloading to CPU memory."
 #: Advice for a process that the kernel's OOM killer has killed.
 _OOM_HINT = (
-    "Use fewer worker processes, a smaller batch, or less offloading to CPU memory. Or give the "
-    "component more memory: a higher memory limit, or a machine with more memory."
+    f"{_LESS_MEMORY} Or give the component more memory: a higher memory limit, or a machine with "
+    "more memory."
 )
+#: Advice for a process that the OOM killer has killed because of the component's own limit.
+_OWN_LIMIT_HINT = f"{_LESS_MEMORY} Or raise `memory_gib` of the component in the spec."
 #: Empty evidence: this machine's kernel knows nothing about the deaths of a component's processes.
 _NO_EVIDENCE = DeathEvidence()
 #: Advice for an exit code of a shell, if the log does not show the cause.
@@ -295,7 +298,7 @@ def make_failure(
     has_unclear_cause = cause is None or cause.rule.role >= Role.CASCADE
     if is_oom_kill:
         message = f"{message}: {evidence.oom_kill}"
-        hint = _OOM_HINT
+        hint = _OWN_LIMIT_HINT if evidence.reached_own_limit else _OOM_HINT
     elif exit is not None and has_unclear_cause and _got_sigkill(exit, first_rank):
         hint = _SIGNAL_HINTS["SIGKILL"]
         if evidence.no_oom_kill:

@@ -59,6 +59,10 @@ _NUMBER = re.compile(r"\d+")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
+#: Part of the clause about a kill by the OOM killer, if the key `memory_gib` was the limit.
+_REACHED_OWN_LIMIT = "reached its limit `memory_gib`"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeathEvidence:
     """Facts that the kernel knows about the deaths of a component's processes."""
@@ -76,6 +80,11 @@ class DeathEvidence:
     #: Traceback of the rank that failed first, from the file that torchrun writes. Empty if the
     #: file does not exist.
     traceback: str = ""
+
+    @property
+    def reached_own_limit(self) -> bool:
+        """True if the limit `memory_gib` of the component caused the kill by the OOM killer."""
+        return _REACHED_OWN_LIMIT in self.oom_kill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -392,7 +401,7 @@ class DescendantWatch:
         """
         clause = f"cgroup {path} reached its memory limit"
         if str(path) == self.process.memory_cgroup:
-            clause = f"{self.process.name} reached its limit `memory_gib`, and {clause}"
+            clause = f"{self.process.name} {_REACHED_OWN_LIMIT}, and {clause}"
         if group is None or group.limit_bytes is None:
             return clause
         clause += f": limit {_format_memory(group.limit_bytes)}"

@@ -45,6 +45,7 @@ def test_component_beyond_its_memory_limit_fails_with_host_oom_and_names_limit_a
     assert verdict.failure.component == "trainer"
     assert "trainer reached its limit `memory_gib`" in verdict.failure.message
     assert "limit 64 MiB, peak 64 MiB" in verdict.failure.message
+    assert "raise `memory_gib`" in verdict.failure.hint
     assert list_cgroups(parent) - before == set()
 
 

@@ -91,6 +91,28 @@ def test_sender_of_sigkill_is_only_named_as_probable(exit: Exit, observation: st
     assert "from outside" not in failure.hint
 
 
+@pytest.mark.parametrize(
+    ("reason", "remedy"),
+    [
+        ("trainer reached its limit `memory_gib`, and cgroup /c reached", "raise `memory_gib`"),
+        ("cgroup /c reached its memory limit", "a higher memory limit, or a machine with more"),
+    ],
+)
+def test_advice_after_an_oom_kill_names_the_limit_of_the_component(
+    reason: str, remedy: str
+) -> None:
+    clause = f"the kernel's OOM killer killed python3 (pid 8), because {reason}"
+    evidence = DeathEvidence(oom_kill=clause)
+
+    failure = make_failure(
+        "trainer", "step 8", message="left", rule="exit", exit=ended(1), evidence=evidence
+    )
+
+    assert failure.kind is FailureKind.HOST_OOM
+    assert failure.hint.startswith("Use fewer worker processes")
+    assert remedy in failure.hint
+
+
 @pytest.mark.parametrize("signal", [9, 15])
 def test_signal_without_further_evidence_has_no_certain_sender(signal: int) -> None:
     failure = make_failure("a", "", message="left", rule="exit", exit=ended(None, signal))
