@@ -55,6 +55,9 @@ class FlowLoss:
     killed: tuple[int, ...] = ()
     #: Leftover files and directories that Muster has deleted.
     removed: tuple[Path, ...] = ()
+    #: Last training step of the attempt during which the flow process was killed. The record may
+    #: have an earlier step or no step. None if unknown.
+    last_step: float | None = None
     #: Submission ids of the leftover Ray jobs that Muster has ended.
     jobs: tuple[str, ...] = ()
     #: Phrase that lists the Ray jobs that still run or have an unknown state. Empty if there are
@@ -197,6 +200,8 @@ def finalize_record(record: RunJson, loss: FlowLoss, now: float) -> RunJson:
 
     if (attempt := record.attempt) is not None:
         attempt = attempt.with_changes(components=_end_components(attempt, now))
+        if not attempt.state.is_final and loss.last_step is not None:
+            attempt = attempt.reached(loss.last_step)
         if not attempt.state.is_final and loss.is_cancelled:
             attempt = attempt.with_changes(state=RunState.CANCELLED, ended_at=now)
         elif not attempt.state.is_final:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.record.checkpoints import read_attempt_spec
+from tasks.record.last_objects import read_last_objects
 from tasks.record.metrics_file import MetricsFile
 from tasks.record.places import AttemptPlace, RunPlace
 from tasks.record.run_json import AttemptRecord, RunJson
@@ -68,6 +69,33 @@ def read_rows(place: RunPlace, attempts: Sequence[AttemptRecord]) -> Iterator[Me
                 if step is not None:
                     yield MetricsRow(attempt=attempt.number, step=step, metrics=line)
         file.close()
+
+
+def read_last_step(place: RunPlace, attempt: int) -> float | None:
+    """Return the last training step of an attempt, from the ends of its files.
+
+    The step is in the event log, or in the metrics file if the trainer has written a later step
+    after the last event.
+
+    Args:
+        place: Directory of the run.
+        attempt: Number of the attempt.
+
+    Returns:
+        The step. None if the event log has no step. Without such a step, the last line of the
+        metrics file may be of an earlier attempt.
+    """
+    attempt_place = place.attempt(attempt)
+    events = read_last_objects(attempt_place.events)
+    steps = (get_step(event, "step") for event in events if event.get("event") == "run.progress")
+    observed_step = next((step for step in steps if step is not None), None)
+    spec = read_attempt_spec(place, attempt)
+    if observed_step is None or not mapping_or_empty(spec.get("progress")).get("jsonl"):
+        return observed_step
+    path, step_key = find_metrics_file(spec, attempt_place)
+    steps = (get_step(line, step_key) for line in read_last_objects(path))
+    written_step = next((step for step in steps if step is not None), observed_step)
+    return max(observed_step, written_step)
 
 
 class MetricReader:

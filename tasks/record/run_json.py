@@ -244,16 +244,17 @@ class AttemptRecord(Recorded):
         """Return a copy of the record with a final state, an end time, and perhaps a failure."""
         return self.with_changes(state=state, ended_at=at, failure=failure)
 
+    def reached(self, step: float) -> AttemptRecord:
+        """Return a copy of the record with a new training step."""
+        return self.with_changes(step=step, best_step=max(step, self.highest_step or step))
+
     def observed(self, event: Event) -> AttemptRecord:
         """Return a copy of the record, updated after an event of the attempt or of a component."""
         if event.name == "run.alarm":
             alarm = {name: event.fields[name] for name in AlarmRecord.model_fields}
             return self.with_changes(alarms=(*self.alarms, AlarmRecord(**alarm)))
         if event.name == "run.progress":
-            return self.with_changes(
-                step=event.step,
-                best_step=max(event.step, self.highest_step or event.step),
-            )
+            return self.reached(event.step)
         if event.name == "run.warning":
             return self.with_changes(warnings=(*self.warnings, event.message))
         if event.name == "place.unanswered":

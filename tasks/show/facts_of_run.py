@@ -41,7 +41,7 @@ def facts_of_run(
         spec: The run spec, or None if no attempt has begun.
         now: Current time in UTC epoch seconds.
         step: Last training step that the current attempt reported. None to use the step in the
-            record.
+            record. After the end of the attempt, a later step in the record is used.
         time_use: Sentences about the time of the training steps.
     """
     attempt = record.attempt
@@ -68,7 +68,8 @@ def facts_of_run(
             yield Fact("what to do", advice)
         for sentence in describe_unanswered(attempt, now):
             yield Fact("no answer", sentence)
-        step = attempt.step if step is None else step
+        if step is None or (attempt.state.is_final and step < (attempt.step or 0)):
+            step = attempt.step
     total = spec.progress.total if spec is not None and spec.progress is not None else None
     if step is not None:
         yield Fact("progress", format_step(step, total))

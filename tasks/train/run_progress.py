@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from tasks.processes.place_reader import PlaceReader, PlaceTimeout
 from tasks.record.checkpoints import read_attempt_spec
+from tasks.record.last_objects import read_last_objects
 from tasks.record.metrics_of_run import find_metrics_file
 from tasks.show.facts_of_run import format_step
 from tasks.show.page import find_step
@@ -24,9 +23,6 @@ from tasks.train.local_runs import list_attempts, read_local_record
 from tasks.train.runs import Run
 from tasks.train.server_imports import import_server_runs
 from tasks.train.server_url import may_have_prefect_server
-
-#: Number of bytes at the end of a file in which the last step or metric is searched.
-_TAIL_BYTES = 65_536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +82,13 @@ def _read_local_progress(run: Run) -> RunProgress:
 
     step = _find_last_step(place.events)
     record = read_local_record(run.run_id)
-    if step is None and record is not None and record.attempt is not None:
-        step = record.attempt.step
+    attempt = record.attempt if record is not None else None
+    if attempt is not None:
+        # After SIGKILL of the flow process, Muster adds the last step of the metrics file to the
+        # record, but not to the events.
+        has_ended = attempt.number == number and attempt.state.is_final
+        if step is None or (has_ended and step < (attempt.step or 0)):
+            step = attempt.step
 
     path, _ = find_metrics_file(spec, place)
     metric, value = "", None
@@ -106,7 +107,7 @@ def _read_local_progress(run: Run) -> RunProgress:
 
 def _find_last_step(events: Path) -> float | None:
     """Return the training step in the last event `run.progress` of an event log, or None."""
-    for event in _read_last_objects(events):
+    for event in read_last_objects(events):
         if event.get("event") == "run.progress" and is_number(event.get("step")):
             return float(event["step"])
     return None
@@ -123,7 +124,7 @@ def _find_last_metric(path: Path, names: Sequence[str]) -> tuple[str, float | No
         The name and the value. The value is None if it is not finite. The name is empty if none of
         the metrics was found.
     """
-    rows = list(_read_last_objects(path))
+    rows = list(read_last_objects(path))
     for name in names:
         for row in rows:
             metric = find_metric(row, [name])
@@ -131,19 +132,3 @@ def _find_last_metric(path: Path, names: Sequence[str]) -> tuple[str, float | No
                 value = metric[1]
                 return name, value if math.isfinite(value) else None
     return "", None
-
-
-def _read_last_objects(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the JSON objects in the last lines of a file, the last line first."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - _TAIL_BYTES))
-            lines = file.read().split(b"\n")
-    except OSError:
-        return
-    for line in reversed(lines):
-        with suppress(ValueError, RecursionError):
-            content = json.loads(line)
-            if isinstance(content, dict):
-                yield content

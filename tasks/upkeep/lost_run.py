@@ -27,6 +27,7 @@ from prefect.settings import PREFECT_API_URL
 from tasks.processes import registry
 from tasks.processes.ending import find_holders
 from tasks.processes.identity import host_name
+from tasks.processes.place_reader import PlaceReader
 from tasks.processes.registry import JobEntry, LeftoverCleanup, LostRun, claim_lost_run, read_owner
 from tasks.processes.survivors import describe_survivor
 from tasks.ray.dashboard import add_listed_clusters
@@ -34,6 +35,7 @@ from tasks.ray.end import JobEnd
 from tasks.ray.job import stop_submission
 from tasks.ray.submission import SubmissionFile
 from tasks.record.final_record import FlowLoss, write_final_record
+from tasks.record.metrics_of_run import read_last_step
 from tasks.record.places import AttemptPlace, RunPlace, read_own_file
 from tasks.record.run_json import RunJson
 from tasks.record.states import RunState
@@ -352,6 +354,8 @@ def finish_run(lost: LostRun, loss: FlowLoss, *, goes_on_here: bool = False) -> 
     is_changed = False
     server = ""
     open = ""
+    if directory is not None:
+        loss = replace(loss, last_step=_read_last_step(RunPlace(directory=directory)))
     if flow_run_id is None or directory is None:
         pass
     elif goes_on_here:
@@ -401,6 +405,22 @@ def finish_run(lost: LostRun, loss: FlowLoss, *, goes_on_here: bool = False) -> 
         lost.forget()
     new_state = record.state.value if record is not None and is_changed else ""
     return make_report(lost, loss, new_state, server=server, open=open)
+
+
+def _read_last_step(place: RunPlace) -> float | None:
+    """Return the last training step of a lost run's last attempt, or None if it is unknown.
+
+    The killed flow process read the metrics file every `progress.every_s` seconds, so the trainer
+    may have written a later step. The step is also unknown if the file system does not answer.
+    """
+
+    def read() -> float | None:
+        attempt = RunJson.read(place.record).attempt
+        return read_last_step(place, attempt.number) if attempt is not None else None
+
+    with suppress(OSError, ValueError):  # includes PlaceTimeout
+        return PlaceReader(place.directory).ask_blocking(read)
+    return None
 
 
 def _on_server(

@@ -296,6 +296,23 @@ def test_show_of_a_run_on_this_machine_has_the_step_of_its_last_event(
     assert not {"*", "|", "#"} & {*text}
 
 
+def test_list_and_show_have_the_step_that_was_recorded_after_a_killed_flow_process(
+    training: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = RunPlace.of(training)
+    record = json.loads(place.record.read_text())
+    ended = {"number": 1, "state": "failed", "step": 8, "ended_at": 1003.0}
+    changes = {"state": "failed", "attempts": [ended]}
+    place.record.write_text(json.dumps({**record, **changes}))
+
+    run_verb(LS, [])
+    row = capsys.readouterr().out.split("\t")
+    run_verb(SHOW, [training])
+
+    assert row[5] == "8/60"
+    assert "Progress: step 8 of 60" in capsys.readouterr().out
+
+
 def test_empty_list_exits_with_zero(muster_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     codes = [run_verb(LS, []), run_verb(LS, ["--json"])]
 

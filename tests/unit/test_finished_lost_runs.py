@@ -14,6 +14,7 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
+import yaml
 from prefect.client.schemas.actions import LogCreate
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.responses import SetStateStatus
@@ -21,6 +22,7 @@ from prefect.states import Cancelling, Crashed, Running, Scheduled
 
 from tasks.processes.identity import ProcessId, boot_id, host_name
 from tasks.processes.registry import LostRun, Owner
+from tasks.record.events import EventLog
 from tasks.record.final_record import FlowLoss, describe_cleanup_after_loss
 from tasks.record.run_json import RunJson, RunRecord
 from tasks.record.states import RunState
@@ -118,6 +120,38 @@ def test_state_and_log_of_a_killed_run_get_the_final_message(
     assert (first.server, first.open) == ("Crashed", "")
     # The second call finds nothing to change, and logs nothing.
     assert (second.server, second.record) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("lines", "step"),
+    [
+        (['{"step": 131}', '{"step": 132}'], 132),
+        # The trainer was killed while it wrote the last line.
+        (['{"step": 132}', '{"step": 13'], 132),
+        # The trainer has written no further line.
+        (['{"step": 131}'], 131),
+        (["no JSON"], 131),
+        ([], 131),
+    ],
+)
+def test_step_of_a_killed_run_is_the_last_step_of_its_metrics_file(
+    lines: list[str], step: float, lost: LostRun, connect: Any
+) -> None:
+    connect(Crashed(message=ANNOUNCED))
+    directory = lost.owner.directory
+    assert directory is not None
+    events = EventLog(directory / "attempt-01" / "events.jsonl")
+    events.emit("run.progress", step=131, total=200)
+    progress = {"jsonl": "metrics.jsonl", "step": "step"}
+    spec = {"cwd": str(directory), "progress": progress}
+    (directory / "attempt-01" / "spec.yaml").write_text(yaml.safe_dump(spec))
+    if lines:
+        (directory / "metrics.jsonl").write_text("\n".join(lines))
+
+    finish_run(lost, FlowLoss(pid=7))
+
+    attempt = RunJson.read(directory / "run.json").attempt
+    assert attempt is not None and (attempt.step, attempt.best_step) == (step, step)
 
 
 def test_cancelled_run_is_logged_without_an_error(lost: LostRun, connect: Any) -> None:
