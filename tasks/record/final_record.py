@@ -27,11 +27,6 @@ FLOW_LOST = "flow-lost"
 _WAITING = (RunState.QUEUED, RunState.PENDING_RESOURCES)
 #: Reason why Muster does not retry a run after its flow process was killed.
 _NO_RETRY_AFTER_LOSS = "the flow process was lost, and Muster does not start it again"
-#: Begin of the sentence about the later clean-up, in the message of a flow run whose flow process
-#: was just killed.
-_CLEANUP_FOLLOWS = "Within a minute, a worker or the upkeep process of Muster ends"
-#: The same for a run whose Ray jobs continue.
-_ADOPTION_FOLLOWS = "Within a minute, Muster starts a new flow process"
 #: Advice to the user after the flow process was killed. `{retry}` is replaced by the possible ways
 #: to retry the run.
 _ADVICE_AFTER_LOSS = "To continue the run: {retry}."
@@ -110,19 +105,14 @@ def describe_cleanup_after_loss(run_id: str, *, is_adopted: bool = False) -> str
     """
     if is_adopted:
         return (
-            f"The Ray jobs of the run continue. {_ADOPTION_FOLLOWS} that takes them over. To start "
-            "this process at once: muster reconcile"
+            "The Ray jobs of the run continue. Within a minute, Muster starts a new flow process "
+            "that takes them over. To start this process at once: muster reconcile"
         )
     return (
-        f"{_CLEANUP_FOLLOWS} the remaining processes of the run and completes its record. If this "
-        "host has no worker and no upkeep process, run `muster reconcile`. To continue the run "
-        f"after that: muster retry {run_id}"
+        "Within a minute, a worker or the upkeep process of Muster ends the remaining processes of "
+        "the run and completes its record. If this host has no worker and no upkeep process, run "
+        f"`muster reconcile`. To continue the run after that: muster retry {run_id}"
     )
-
-
-def announces_cleanup(message: str | None) -> bool:
-    """Return True if a message contains the text of `describe_cleanup_after_loss`."""
-    return any(text in (message or "") for text in (_CLEANUP_FOLLOWS, _ADOPTION_FOLLOWS))
 
 
 def has_failed_by_loss(record: RunJson) -> bool:

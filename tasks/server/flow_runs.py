@@ -1,12 +1,8 @@
 """Read the flow runs on the Prefect server, find those without a process, and set their states.
 
 State changes follow the server's orchestration rules. If a flow run ends or is cancelled between
-the query and the change, its state is kept. Only two functions force a state:
-
-- `cancel`, if a run must be cancelled without grace periods, or if a run in a final state still has
-  a process.
-- `propose_state`, if the result of a run replaces Cancelling, or if a complete message replaces the
-  first message of Crashed.
+the query and the change, its state is kept. Only `cancel` may force a state: if a run must be
+cancelled without grace periods, or if a run in a final state still has a process.
 """
 
 from __future__ import annotations
@@ -42,7 +38,7 @@ from prefect.states import Cancelled, Cancelling, Completed, Crashed, Failed, Ru
 
 from tasks.processes.ending import Holders
 from tasks.processes.identity import ProcessId, boot_id, host_name
-from tasks.record.final_record import announces_cleanup, has_failed_by_loss
+from tasks.record.final_record import has_failed_by_loss
 from tasks.record.run_json import RunJson
 from tasks.record.states import RunState
 from tasks.server.concurrency_lease import set_state_and_release_lease
@@ -560,15 +556,10 @@ def decide_closed_state(
         run: record of the run. None if there is no record.
         cause: reason why the process of the run has ended.
 
-    Returns: The new state. None if the state on the server must not be changed. The state may
-        change if the flow run is running or cancelling. The state may also change if a worker has
-        set Crashed with a message that only announces the clean-up of the run.
+    Returns: The new state. None if the flow run is neither running nor cancelling on the server.
+        In that case, the state on the server must not be changed.
     """
-    if state is None:
-        return None
-    is_open = state.type in (StateType.RUNNING, StateType.CANCELLING)
-    is_announced = state.is_crashed() and announces_cleanup(state.message)
-    if not is_open and not is_announced:
+    if state is None or state.type not in (StateType.RUNNING, StateType.CANCELLING):
         return None
     result = get_recorded_result(run)
     if result is not None:
@@ -646,13 +637,8 @@ def propose_state(
 ) -> bool:
     """Set the state of a flow run, unless its state has changed. Return True on success.
 
-    The server's rules forbid two changes, so this function forces them:
-
-    - from Cancelling to a state other than Cancelled
-    - from Crashed to Crashed with another message
-
-    After a forced change, the server may have lost a state that another process has set at the same
-    time, for example a retry. The function then sets this state again.
+    If the flow run is in the state Cancelling, the server's rules allow only Cancelled as the new
+    state. This function forces the change to any other new state.
 
     Args:
         client: client of the Prefect server.
@@ -663,47 +649,9 @@ def propose_state(
     now = read_state(client, flow_run_id)
     if now is None or now.id != before.id:
         return False
-    is_result_of_cancelled = before.is_cancelling() and not after.is_cancelled()
-    is_new_message = before.is_crashed() and after.is_crashed()
-    is_forced = is_result_of_cancelled or is_new_message
+    is_forced = before.is_cancelling() and not after.is_cancelled()
     answer = set_state_and_release_lease(client, UUID(flow_run_id), after, force=is_forced)
-    if answer.status != SetStateStatus.ACCEPT:
-        return False
-    return not (is_new_message and _restore_overwritten(client, UUID(flow_run_id), before, answer))
-
-
-def _restore_overwritten(
-    client: SyncPrefectClient,
-    flow_run_id: UUID,
-    before: State[Any],
-    answer: OrchestrationResult[Any],
-) -> bool:
-    """Set the state again that a forced change has overwritten, if there is such a state.
-
-    Args:
-        client: client of the Prefect server.
-        flow_run_id: id of the flow run.
-        before: state that the forced change was meant to replace.
-        answer: response of the server to the forced change.
-
-    Returns: True if another process had set a state after `before` was read.
-    """
-    history = sorted(client.read_flow_run_states(flow_run_id), key=lambda state: state.timestamp)
-    forced_id = answer.state.id if answer.state is not None else None
-    ids = [state.id for state in history]
-    if before.id not in ids or forced_id not in ids:
-        return False
-    # Prefect's client may send a request twice. So ignore states with the message of the new state.
-    message = history[ids.index(forced_id)].message
-    overwritten = [
-        state
-        for state in history[ids.index(before.id) + 1 : ids.index(forced_id)]
-        if not (state.is_crashed() and state.message == message)
-    ]
-    if not overwritten:
-        return False
-    client.set_flow_run_state(flow_run_id, overwritten[-1], force=True)
-    return True
+    return answer.status == SetStateStatus.ACCEPT
 
 
 def log_end(client: SyncPrefectClient, flow_run_id: str, message: str, *, is_failure: bool) -> None:

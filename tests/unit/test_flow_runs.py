@@ -18,7 +18,7 @@ from prefect.states import Cancelled, Cancelling, Completed, Crashed, Running, S
 
 from tasks.processes import tree
 from tasks.processes.ending import Holders
-from tasks.record.final_record import FLOW_LOST, describe_cleanup_after_loss
+from tasks.record.final_record import FLOW_LOST
 from tasks.record.outcome import Failure
 from tasks.record.run_json import AttemptRecord, RunJson
 from tasks.record.states import RunState
@@ -301,32 +301,6 @@ def test_closed_record_decides_the_state_on_the_server(
     assert (state and state.name, state and state.message) == (name, message)
 
 
-@pytest.mark.parametrize("is_adopted", [False, True])
-@pytest.mark.parametrize(
-    ("record", "name", "message"),
-    [
-        (
-            closed(RunState.FAILED, by_loss=True),
-            "Crashed",
-            "the cause. To continue the run: muster retry a-run",
-        ),
-        (closed(RunState.COMPLETED), "Completed", "the run's own"),
-        (None, "Crashed", "the cause"),
-    ],
-)
-def test_final_message_replaces_the_announcement_of_the_cleanup(
-    record: RunJson | None, name: str, message: str, is_adopted: bool
-) -> None:
-    announcement = describe_cleanup_after_loss("a-run", is_adopted=is_adopted)
-    crashed: State[Any] = Crashed(message=f"The flow process was killed. {announcement}")
-
-    state = decide_closed_state(crashed, record, "the cause")
-
-    assert state is not None and (state.name, state.message) == (name, message)
-    # The final message does not announce a clean-up, so the state is replaced only once.
-    assert decide_closed_state(Crashed(message=message), record, "the cause") is None
-
-
 @dataclass
 class FakeServer:
     """Fake Prefect client that returns scripted states and records the proposed states."""
@@ -340,8 +314,6 @@ class FakeServer:
     logs: list[LogCreate] = field(default_factory=list)
     #: True if the server refuses logs.
     is_log_full: bool = False
-    #: All states of the flow run, oldest first.
-    history: list[State[Any]] = field(default_factory=list)
 
     def read_flow_run(self, flow_run_id: UUID) -> FlowRun:
         return FlowRun(id=flow_run_id, name="a-run", flow_id=uuid4(), state=self.states.pop(0))
@@ -354,12 +326,8 @@ class FakeServer:
     ) -> Any:
         self.proposed_states.append(state)
         self.forced_states += [state] if force else []
-        self.history += [state] if self.accepts else []
         status = SetStateStatus.ACCEPT if self.accepts else SetStateStatus.ABORT
-        return type("Answer", (), {"status": status, "state": state})()
-
-    def read_flow_run_states(self, flow_run_id: UUID) -> list[State[Any]]:
-        return self.history[::-1]
+        return type("Answer", (), {"status": status})()
 
     def create_logs(self, logs: list[LogCreate]) -> None:
         if self.is_log_full:
@@ -399,46 +367,6 @@ def test_result_of_a_run_replaces_a_late_cancel(
 
     assert server.proposed_states == [after]
     assert bool(server.forced_states) is is_forced
-
-
-def crashed_at(second: int, message: str) -> State[Any]:
-    """Return a Crashed state with this message, set `second` seconds after NOW."""
-    return Crashed(message=message, timestamp=NOW + timedelta(seconds=second))
-
-
-def test_new_message_of_a_crashed_flow_run_is_forced() -> None:
-    first, final = crashed_at(0, "first"), crashed_at(9, "final")
-    server = FakeServer(states=[first], history=[first])
-
-    assert propose_state(server, str(FLOW_RUN), first, final)  # type: ignore[arg-type]
-
-    assert server.proposed_states == server.forced_states == [final]
-
-
-def test_new_message_of_a_crashed_flow_run_does_not_undo_a_retry() -> None:
-    first, final = crashed_at(0, "first"), crashed_at(9, "final")
-    retry: State[Any] = Scheduled(timestamp=NOW + timedelta(seconds=8))
-    # A person retries the run after the state is read, and before the new message is set.
-    server = FakeServer(states=[first], history=[first, retry])
-
-    is_accepted = propose_state(server, str(FLOW_RUN), first, final)  # type: ignore[arg-type]
-
-    assert not is_accepted
-    assert server.proposed_states == [final, retry]
-    assert server.history[-1] is retry
-
-
-def test_message_that_was_sent_twice_is_not_restored() -> None:
-    first, again, final = (
-        crashed_at(0, "first"),
-        crashed_at(8, "final"),
-        crashed_at(9, "final"),
-    )
-    server = FakeServer(states=[first], history=[first, again])
-
-    assert propose_state(server, str(FLOW_RUN), first, final)  # type: ignore[arg-type]
-
-    assert server.proposed_states == [final]
 
 
 @pytest.mark.parametrize("current_state", [Running(), Completed(), Cancelled(), Scheduled()])
