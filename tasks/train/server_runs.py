@@ -60,10 +60,13 @@ def make_run(flow_run: FlowRun, record: RunJson | None) -> Run:
     state = flow_run.state
     ended = flow_run.end_time if state is not None and state.is_final() else None
     message = (state.message if state else None) or ""
-    if record is not None and record.state is RunState.CANCELLED and record.message:
-        # Use the message in the record, because Prefect's worker replaces the message by `Flow run
-        # was cancelled successfully.`
-        message = record.message
+    if record is not None and record.message:
+        # Prefect's worker replaces the message of a cancelled run by `Flow run was cancelled
+        # successfully.` If the flow process was killed, the worker sets Crashed with a message that
+        # only announces the cleanup. So use the message in the record.
+        is_crashed = state is not None and state.is_crashed() and record.state.is_final
+        if is_crashed or record.state is RunState.CANCELLED:
+            message = record.message
     return Run(
         run_id=parse_request(flow_run).name,
         flow_run_id=str(flow_run.id),

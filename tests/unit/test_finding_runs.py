@@ -23,7 +23,7 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.responses import SetStateStatus
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect.states import Cancelled, Completed, Running, Scheduled
+from prefect.states import Cancelled, Completed, Crashed, Running, Scheduled
 
 from tasks.pipeline.stage_specs import CannotBegin, require_deployment
 from tasks.processes.identity import ProcessId, host_name
@@ -698,13 +698,25 @@ def test_cancelled_state_of_a_waiting_run_names_the_user(
     assert message.startswith("cancelled by ada with `muster cancel` on ")
 
 
-def test_message_of_a_cancelled_run_is_the_message_of_its_record(muster_home: Path) -> None:
-    write_record(FAILED, state="cancelled", message="cancelled by ada")
+@pytest.mark.parametrize(
+    ("state", "recorded_state", "is_recorded_message"),
+    [
+        (Cancelled(message="Flow run was cancelled successfully."), "cancelled", True),
+        # The worker sets this message before the cleanup of the run.
+        (Crashed(message="Within a minute, Muster ends the processes."), "failed", True),
+        (Crashed(message="Within a minute, Muster ends the processes."), "running", False),
+    ],
+)
+def test_message_of_an_ended_run_is_the_message_of_its_record(
+    muster_home: Path, state: State[Any], recorded_state: str, is_recorded_message: bool
+) -> None:
+    write_record(FAILED, state=recorded_state, message="the message of the record")
     record = RunJson.read(RunPlace.of(FAILED).record)
-    state = Cancelled(message="Flow run was cancelled successfully.")
     flow_run = FlowRun(flow_id=uuid4(), name=record.run_id, state=state)
 
-    assert make_run(flow_run, record).message == "cancelled by ada"
+    message = make_run(flow_run, record).message
+
+    assert message == ("the message of the record" if is_recorded_message else state.message)
 
 
 def test_why_says_who_cancelled_a_run(
