@@ -370,7 +370,7 @@ def test_stopped_run_says_that_it_has_no_checkpoint(
 
     line = (
         f"  last checkpoint    none: no checkpoint was found in {tmp_path / 'out'}, which does not "
-        "exist, so another attempt would start from the beginning"
+        "exist"
     )
     # The message of a completed run says the same, so the end block does not repeat it.
     assert (line in shown) == is_shown
