@@ -59,7 +59,7 @@ _NUMBER = re.compile(r"\d+")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-#: Part of the clause about a kill by the OOM killer, if the key `memory_gib` was the limit.
+#: Words in `DeathEvidence.oom_kill` if the component reached the limit of its key `memory_gib`.
 _REACHED_OWN_LIMIT = "reached its limit `memory_gib`"
 
 

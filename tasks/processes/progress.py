@@ -90,14 +90,17 @@ _NOT_FIRST_RANK = re.compile(
 
 
 def name_rank(missing: MissingStep, log: str) -> MissingStep:
-    """Add the variable RANK to the reason for missing metrics, if a log shows that it is the cause.
+    """Add the variable RANK to the reason for missing metrics if the training's log names RANK.
 
-    The module `muster_metrics` writes metrics only in the process of rank 0. A variable RANK that a
-    shell still has from earlier work turns the only process of a training into another rank.
+    The module `muster_metrics` writes metrics only in the process of rank 0. If a shell still has
+    `RANK=1` from earlier work, the only process of a training has rank 1 and writes no metrics.
 
     Args:
-        missing: Reason why the training step is unknown: the metrics file has no lines.
+        missing: Reason for the unknown training step. The metrics file has no lines.
         log: End of the log of the training.
+
+    Returns:
+        The reason with RANK, or `missing` if the log does not name RANK.
     """
     match = _NOT_FIRST_RANK.search(log)
     if match is None:

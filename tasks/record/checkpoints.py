@@ -213,7 +213,7 @@ def plan_resume(
 def _describe_searched_folder(
     spec: RunSpec, place: RunPlace, attempts: Sequence[AttemptRecord], name: str
 ) -> str:
-    """Return a text such as ` in /runs/r/checkpoints`: the folder that has no usable checkpoint.
+    """Return a text about the folder that was searched, such as ` in /runs/r/checkpoints`.
 
     If each attempt has a folder of its own, the text names the folder of the last attempt.
 
@@ -245,10 +245,10 @@ def explain_lack_of_checkpoints(
     attempts: Sequence[AttemptRecord],
     foreign: Mapping[str, str] | None = None,
 ) -> str:
-    """Return a text about a run that has saved no checkpoint, or an empty string if it has.
+    """Return a text which says that a run has saved no checkpoint.
 
-    The text names the folder of the checkpoints, and says from where another attempt would start.
-    The text has no full stop at its end.
+    The text names the folder of the checkpoints, and the start of another attempt. The text has no
+    full stop at its end.
 
     Args:
         spec: The spec of the run, in which placeholders are not replaced yet.
@@ -258,14 +258,15 @@ def explain_lack_of_checkpoints(
             returned by `find_foreign_checkpoints`.
 
     Returns:
-        An empty string also if the spec has no key `checkpoints`, or if no attempt has begun.
+        The text. An empty string if the run has saved a checkpoint, if the spec has no key
+        `checkpoints`, or if no attempt has begun.
 
     Raises:
         OSError: The folder of the checkpoints cannot be read.
     """
     if not attempts or _checkpoint_component(spec) is None:
         return ""
-    # A checkpoint of another run, from which this run was started, is no checkpoint of this run.
+    # Ignore `start_from`: it names a checkpoint that this run has not saved.
     plan = plan_resume(spec.model_copy(update={"start_from": None}), place, attempts, foreign)
     if plan.path is not None:
         return ""

@@ -82,8 +82,8 @@ def read_last_step(place: RunPlace, attempt: int) -> float | None:
         attempt: Number of the attempt.
 
     Returns:
-        The step. None if the event log has no step. Without such a step, the last line of the
-        metrics file may be of an earlier attempt.
+        The step. None if the event log has no step, because the last line of the metrics file may
+        then be from an earlier attempt.
     """
     attempt_place = place.attempt(attempt)
     events = read_last_objects(attempt_place.events)

@@ -1,7 +1,7 @@
 """Check whether an attempt has loaded the checkpoint that Muster passed to it.
 
-For this purpose, Muster compares the first step of the attempt with the step of the checkpoint. If
-one of the two steps is unknown, Muster cannot check it, and says so.
+Muster compares the first step of the attempt with the step of the checkpoint. If one of the two
+steps is unknown, Muster says that the check is impossible.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def explain_unreported(attempt: AttemptRecord, spec: RunSpec | None = None) -> s
 
     Returns:
         A sentence without a full stop. An empty string if the attempt has reported a step, if
-        Muster passed no checkpoint, or if the notes of the attempt already say it.
+        Muster passed no checkpoint, or if the notes of the attempt already contain a reason.
     """
     resume = attempt.resume
     if resume is None or resume.passed is None or attempt.step is not None:

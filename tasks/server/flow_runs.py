@@ -1,8 +1,11 @@
 """Read the flow runs on the Prefect server, find those without a process, and set their states.
 
 State changes follow the server's orchestration rules. If a flow run ends or is cancelled between
-the query and the change, its state is kept. Only `cancel` may force a state: if a run must be
-cancelled without grace periods, or if a run in a final state still has a process.
+the query and the change, its state is kept. Only two functions may force a state:
+
+- `cancel`, if a run must be cancelled without grace periods, or if a run in a final state still has
+  a process.
+- `propose_state`, if the result of a run replaces Cancelling.
 """
 
 from __future__ import annotations
@@ -78,8 +81,7 @@ OUR_FLOWS = ("train", "pipeline", "reconcile", "prune")
 #: Names of the maintenance flows, which run on each host. Their finished flow runs can be deleted.
 UPKEEP_FLOWS = ("reconcile", "prune")
 
-#: Name of the logger that the Prefect UI shows next to the end of a run whose flow process was
-#: killed.
+#: Logger name that the Prefect UI shows next to the message of `log_end`.
 _LOGGER_OF_RECONCILE = "muster.reconcile"
 #: Types of the Prefect states in which a flow run has a process or will soon get a process.
 HELD = (StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)

@@ -41,7 +41,7 @@ def read_unresolved_spec(place: RunPlace) -> RunSpec | None:
 
 
 def plan_next_start(record: RunJson, place: RunPlace, spec: RunSpec | None) -> ResumePlan | None:
-    """Return the start of a run's next attempt, as the attempt itself would choose it now.
+    """Choose the checkpoint from which a run's next attempt would start now.
 
     Args:
         record: Content of the run's `run.json`.
@@ -49,8 +49,8 @@ def plan_next_start(record: RunJson, place: RunPlace, spec: RunSpec | None) -> R
         spec: The run spec, in which placeholders are not replaced. None if it is unknown.
 
     Returns:
-        The plan. None if the spec is unknown, if the checkpoints cannot be read, or if their file
-        system does not answer within five seconds.
+        The plan, which may contain no checkpoint. None if the spec is unknown, if the checkpoints
+        cannot be read, or if their file system does not answer within five seconds.
     """
     if spec is None:
         return None

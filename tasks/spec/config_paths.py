@@ -1,4 +1,4 @@
-"""Read from the configuration file of a training where the training saves its files.
+"""Find the paths to which a training saves its files, in the training's configuration file.
 
 `muster init` uses this module for a script that reads a folder from a file in YAML, JSON or TOML,
 and not from its command line. Example: the script has the option `--config` with the default
@@ -23,10 +23,10 @@ from tasks.spec.script_options import Purpose, ScriptOption, find_purpose
 _SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 #: Largest size in bytes of a configuration file that is read.
 _MAX_BYTES = 1 << 20
-#: Number of levels of mappings in a configuration file that are searched.
+#: Number of levels of nested mappings that are searched in a configuration file.
 _MAX_LEVELS = 3
-#: Matches keys for folders of logs and experiments. A script may save its checkpoints there, or in
-#: a folder below.
+#: Matches keys for folders of logs and experiments. A script may save its checkpoints in such a
+#: folder, or in a subfolder.
 _VAGUE_KEYS = re.compile(r"(?:log|logging|work|run|exp|experiment)_?dir")
 #: Matches characters that only occur in patterns and in placeholders, such as `${now}`.
 _VARIABLE_CHARACTERS = re.compile(r"[*?\[\]${}~%<>\n]")
@@ -54,14 +54,14 @@ class ConfigPath:
 def find_config_path(
     options: Iterable[ScriptOption], folders: Iterable[Path], purpose: Purpose
 ) -> ConfigPath | None:
-    """Return the path for a purpose that a script reads from a configuration file, or None.
+    """Return a path that a script reads from a configuration file, or None.
 
     The configuration file is the default value of an option, such as `--config`.
 
     Args:
         options: The options of the script.
-        folders: Absolute paths of the folders in which a relative path of the configuration file
-            may start. The first folder that contains the file is used.
+        folders: Folders in which the configuration file is searched if its path is relative. The
+            first folder that contains the file is used.
         purpose: Purpose of the path: the folder of the checkpoints or the metrics file.
     """
     folders = [*folders]

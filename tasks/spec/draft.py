@@ -587,7 +587,7 @@ class _SpecWriter:
     def _find_unnamed_metrics(self) -> str:
         """Return the metrics file whose name the source of the script contains, or "".
 
-        The file is searched only if the script reads the folder of its output from a configuration
+        Return "" if the script does not read the folder of its checkpoints from a configuration
         file.
         """
         folder = self.config_folder

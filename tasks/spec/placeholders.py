@@ -356,8 +356,8 @@ def fill_in_checkpoint(data: object, values: Mapping[str, str]) -> Any:
 
 def find_placeholder_faults(data: object) -> tuple[Fault, ...]:
     """Check the placeholders in a run spec. Return a fault for each unknown name or missing `}`."""
-    # A number of the wrong type has another fault, at its own place. So the placeholder of this
-    # number counts as known here.
+    # A wrong value of `progress.total` has a fault at this key. A second fault at
+    # `${progress.total}` would be misleading, so treat the placeholder as known.
     run_names = sorted({*list_known_names(data), *_find_written_numbers(data)})
     names_by_kind = {
         Kind.FLEET: [*run_names, *_SERVER_NAMES],
@@ -369,7 +369,7 @@ def find_placeholder_faults(data: object) -> tuple[Fault, ...]:
 
 
 def _find_written_numbers(data: object) -> Iterator[str]:
-    """Yield the names in `_NUMBER_NAMES` whose key is in a run spec, also with a wrong value."""
+    """Yield the names in `_NUMBER_NAMES` whose key is in a run spec, even with a wrong value."""
     for name in _NUMBER_NAMES:
         section, _, key = name.partition(".")
         keys = mapping_or_empty(data).get(section)

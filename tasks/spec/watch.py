@@ -43,7 +43,7 @@ NOT_FINITE_ADVICE = (
     "The training diverged: a metric is NaN or infinite. Check the learning rate, and the data of "
     "the last steps."
 )
-#: The same for a metric that is null.
+#: Advice about a metric that is null, but not NaN or infinite.
 _NULL_ADVICE = (
     "A metric is null, which often stands for NaN. Check the learning rate, and the data of the "
     "last steps."

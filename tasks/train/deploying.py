@@ -598,7 +598,7 @@ def _describe_config_folder(folder: ConfigPath, spec_path: Path) -> str:
     return (
         f"The script may save its checkpoints in {folder.path}, {source}. But `checkpoints` in "
         f'{spec_path} is "${{run.dir}}/checkpoints". Either let the script save in '
-        'os.environ["CHECKPOINTS"], or write the folder of the script into `checkpoints`.'
+        'os.environ["CHECKPOINTS"], or set `checkpoints` to the folder in which it saves.'
     )
 
 

@@ -410,8 +410,8 @@ def finish_run(lost: LostRun, loss: FlowLoss, *, goes_on_here: bool = False) -> 
 def _read_last_step(place: RunPlace) -> float | None:
     """Return the last training step of a lost run's last attempt, or None if it is unknown.
 
-    The killed flow process read the metrics file every `progress.every_s` seconds, so the trainer
-    may have written a later step. The step is also unknown if the file system does not answer.
+    The record may lack the last steps, because the killed flow process read the metrics file only
+    every `progress.every_s` seconds. Return None also if the file system does not answer.
     """
 
     def read() -> float | None:

@@ -823,7 +823,7 @@ def test_checkpoints_are_searched_in_the_folder_that_a_configuration_file_names(
     assert spec.processes["trainer"].checkpoints == "runs/out"
     # The script ignores a variable CHECKPOINTS, so the spec does not set it.
     assert "CHECKPOINTS" not in spec.env
-    assert f"# The script probably saves them in this folder, {source}." in text
+    assert f"# The script probably saves its checkpoints in this folder, {source}." in text
     assert f"probably saves its checkpoints in runs/out, {source}" in capsys.readouterr().out
     assert "#   progress: {jsonl: runs/out/metrics.jsonl, step: name-of-the-step}" in text
 
