@@ -23,6 +23,7 @@ from typing import Any
 import yaml
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.settings import PREFECT_API_URL
+from prefect.states import Running
 
 from tasks.processes import registry
 from tasks.processes.ending import find_holders
@@ -383,7 +384,9 @@ def finish_run(lost: LostRun, loss: FlowLoss, *, goes_on_here: bool = False) -> 
                     else:
                         open = CHANGED
                 if is_changed and record is not None and record.state.is_final:
-                    end = after if after is not None and server else None
+                    # If the flow run has already ended on the server, log the message that a
+                    # running flow run would get.
+                    end = after or decide_closed_state(Running(), record, loss.cause)
                     log_end(
                         client,
                         flow_run_id,
