@@ -25,6 +25,23 @@ _SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 _MAX_BYTES = 1 << 20
 #: Number of levels of nested mappings that are searched in a configuration file.
 _MAX_LEVELS = 3
+#: Matches keys for the folder to which a training saves, such as `output_dir`.
+_SAVE_KEYS = re.compile(
+    r"(?:(?:model|train|training|ckpts?|checkpoints?)_)?(?:out|output|save)_?"
+    r"(?:(?:model|ckpts?|checkpoints?)_?)?(?:dir|directory|path|folder)"
+)
+#: Matches keys for the folder of the checkpoints, such as `ckpt_dir`. The pattern omits
+#: `ckpt_path`, which usually names a checkpoint to load.
+_CHECKPOINT_KEYS = re.compile(
+    r"ckpts?_?(?:dir|directory|folder)|checkpoints?_?(?:dir|directory|path|folder)"
+    r"|default_(?:root|local)_dir"
+)
+#: Matches the names of mappings that have another subject than the checkpoints of the training.
+#: Below such a mapping, a key such as `checkpoint_path` names a checkpoint to load.
+_OTHER_MAPPINGS = re.compile(
+    r"(?:^|[._])(?:base|critic|data|eval|init|load|log|model|pretrain|ref|restore|resume|reward"
+    r"|teacher|test|token)"
+)
 #: Matches keys for folders of logs and experiments. A script may save its checkpoints in such a
 #: folder, or in a subfolder.
 _VAGUE_KEYS = re.compile(r"(?:log|logging|work|run|exp|experiment)_?dir")
@@ -46,8 +63,8 @@ class ConfigPath:
     key: str
     #: Value of the key: the path, as the configuration file names it.
     path: str
-    #: True if the script certainly uses this path unchanged. False if the path contains a
-    #: placeholder, or if the key is a vague name such as `log_dir`.
+    #: True if the script uses this path unchanged, according to its key. False if the path contains
+    #: a placeholder, or if the key is vague, such as `log_dir` or `eval.output_dir`.
     is_fixed: bool
 
 
@@ -114,11 +131,36 @@ def _list_paths(
             yield from _list_paths(value, file, purpose, f"{name}.", level + 1)
         if not isinstance(value, str) or not _may_be_path(value, purpose):
             continue
-        is_known = find_purpose(key) is purpose
-        is_vague = purpose is Purpose.CHECKPOINTS and _VAGUE_KEYS.fullmatch(key.lower()) is not None
-        if is_known or is_vague:
-            is_fixed = is_known and _VARIABLE_CHARACTERS.search(value) is None
+        is_certain = _is_certain(key, prefix, purpose)
+        if is_certain is not None:
+            is_fixed = is_certain and _VARIABLE_CHARACTERS.search(value) is None
             yield ConfigPath(file=file, key=name, path=value, is_fixed=is_fixed)
+
+
+def _is_certain(key: str, prefix: str, purpose: Purpose) -> bool | None:
+    """Return True if a key certainly names the path for a purpose, and False if the key is vague.
+
+    The keys for the folder of the checkpoints are not the patterns of `Purpose.CHECKPOINTS`. In a
+    configuration file, a key such as `checkpoint`, `save` or `output` may name a model to load, a
+    rule or a format. So only keys that end with `dir`, `path` or `folder` count.
+
+    Args:
+        key: The key, without the names of the mappings that contain the key.
+        prefix: Dotted name of the mapping that contains the key, or "".
+        purpose: The purpose.
+
+    Returns:
+        None if the key has another purpose.
+    """
+    if purpose is not Purpose.CHECKPOINTS:
+        return True if find_purpose(key) is purpose else None
+    plain_key = key.replace("-", "_").lower()
+    is_elsewhere = _OTHER_MAPPINGS.search(prefix.replace("-", "_").lower()) is not None
+    if _SAVE_KEYS.fullmatch(plain_key):
+        return not is_elsewhere
+    if _CHECKPOINT_KEYS.fullmatch(plain_key):
+        return None if is_elsewhere else True
+    return False if _VAGUE_KEYS.fullmatch(plain_key) else None
 
 
 def _may_be_path(text: str, purpose: Purpose) -> bool:

@@ -800,6 +800,14 @@ open(out / "metrics.jsonl", "a")
         ("yml", "train:\n  save_dir: runs/out\nlog_dir: logs\n", "train.save_dir"),
         ("json", '{"ckpt_dir": "runs/out"}', "ckpt_dir"),
         ("toml", 'lr = 0.1\n[out]\ncheckpoint_dir = "runs/out"\n', "out.checkpoint_dir"),
+        ("yaml", "save: best\noutput: json\nout_dir: runs/out\n", "out_dir"),
+        ("yaml", "model: {checkpoint_path: org/base}\nsave-folder: runs/out\n", "save-folder"),
+        (
+            "yaml",
+            "eval: {output_dir: eval}\nmodel: {outputDir: runs/x}\noutdir: runs/out\n",
+            "outdir",
+        ),
+        ("yaml", "checkpoint_path: runs/out\n", "checkpoint_path"),
     ],
 )
 def test_checkpoints_are_searched_in_the_folder_that_a_configuration_file_names(
@@ -852,6 +860,18 @@ def test_folder_that_the_configuration_file_only_suggests_is_named(
     assert "# Either change the script" in (folder / "muster.yaml").read_text()
 
 
+def test_folder_of_an_evaluation_is_no_certain_folder_of_checkpoints(tmp_path: Path) -> None:
+    script = CONFIG_SCRIPT.replace("FORMAT", "yaml")
+    config = "eval: {output_dir: results}\n"
+    folder = project(tmp_path, {"train.py": script, "configs/tiny.yaml": config})
+
+    draft = draft_spec(folder)
+
+    assert draft.config_folder is not None
+    assert (draft.config_folder.path, draft.config_folder.is_fixed) == ("results", False)
+    assert load_draft(folder).processes["trainer"].checkpoints == SAVED
+
+
 @pytest.mark.parametrize(
     ("script", "config"),
     [
@@ -859,6 +879,21 @@ def test_folder_that_the_configuration_file_only_suggests_is_named(
         (CONFIG_SCRIPT.replace("p.parse", 'p.add_argument("--out")\np.parse'), "output_dir: out"),
         (CONFIG_SCRIPT, "checkpoint: base.pt"),
         (CONFIG_SCRIPT, "save: true"),
+        # These keys may name a model to load, a rule or a format.
+        (CONFIG_SCRIPT, "checkpoint: meta-llama/Llama-3.1-8B"),
+        (CONFIG_SCRIPT, "ckpt: x"),
+        (CONFIG_SCRIPT, "save: best"),
+        (CONFIG_SCRIPT, "save_to: hub"),
+        (CONFIG_SCRIPT, "output: json"),
+        (CONFIG_SCRIPT, "out: x"),
+        # These keys name a folder or a file to load.
+        (CONFIG_SCRIPT, "resume_path: runs/old"),
+        (CONFIG_SCRIPT, "pretrained_path: org/base"),
+        (CONFIG_SCRIPT, "model_path: org/base"),
+        (CONFIG_SCRIPT, "load_dir: runs/old"),
+        (CONFIG_SCRIPT, "ckpt_path: runs/old"),
+        (CONFIG_SCRIPT, "model: {checkpoint_path: org/base}"),
+        (CONFIG_SCRIPT, "train: {init_from: {checkpoint_dir: runs/old}}"),
         (CONFIG_SCRIPT, "output_dir: ."),
         (CONFIG_SCRIPT, "output_dir: [malformed"),
         (CONFIG_SCRIPT.replace("tiny", "missing"), "output_dir: out"),
