@@ -1,7 +1,8 @@
-"""Check whether an attempt has loaded the checkpoint that Muster passed to it.
+"""Check whether the steps of an attempt contradict the checkpoint that Muster passed to it.
 
 Muster compares the first step of the attempt with the step of the checkpoint. If one of the two
-steps is unknown, Muster says that the check is impossible.
+steps is unknown, Muster says that the check is impossible. A first step that does not contradict
+the checkpoint is no proof that the trainer has loaded it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def compare_first_step(resume: ResumeRecord, first_step: float, next_step: float
             metrics of earlier attempts again.
 
     Returns:
-        The warning, or an empty string if the first step fits the step of the checkpoint.
+        The warning. An empty string if the first step is not smaller than the step of the
+        checkpoint, and no refused checkpoint explains the first step better. Also an empty string
+        if `next_step` is the step of the checkpoint, or if this step is unknown.
     """
     chosen = resume.passed or resume.expected
     refused = {read_step(Path(one.path).name): one.path for one in resume.refused}
@@ -65,10 +68,15 @@ def compare_first_step(resume: ResumeRecord, first_step: float, next_step: float
     )
 
 
-def is_confirmed(attempt: AttemptRecord) -> bool:
-    """Return True if the steps of an attempt show that its trainer has loaded the checkpoint.
+def is_consistent(attempt: AttemptRecord) -> bool:
+    """Return True if the first step of an attempt does not contradict its checkpoint.
 
-    The checkpoint is the one that Muster passed to the trainer.
+    The checkpoint is the one that Muster passed to the trainer. The result True does not prove that
+    the trainer has loaded the checkpoint. Example: a trainer ignores the checkpoint of step 10,
+    starts from the beginning, and reports only each tenth step. Its first reported step is 10, too.
+
+    Returns:
+        False if `compare_first_step` returned a warning, or if the steps cannot be compared.
     """
     resume = attempt.resume
     return (

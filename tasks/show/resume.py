@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from tasks.record.resume_check import explain_unreported, is_confirmed
+from tasks.record.resume_check import explain_unreported, is_consistent
 from tasks.record.run_json import AttemptRecord, ResumeRecord, RunJson
 from tasks.spec.run import RunSpec
 
@@ -13,7 +13,7 @@ _REFUSED_SHOWN = 5
 
 
 def describe_resume(
-    resume: ResumeRecord | None, attempt: int, *, is_confirmed: bool = False
+    resume: ResumeRecord | None, attempt: int, *, is_consistent: bool = False
 ) -> Iterator[str]:
     """Yield sentences about the checkpoint from which an attempt starts.
 
@@ -23,16 +23,19 @@ def describe_resume(
     Args:
         resume: Record of the chosen checkpoint, or None if the attempt has no such record.
         attempt: Number of the attempt, from 1.
-        is_confirmed: True if the steps of the attempt show that the trainer has loaded the
-            checkpoint. False if this is not known yet.
+        is_consistent: True if the first step that the trainer reported does not contradict the
+            checkpoint. False if the steps contradict it or cannot be compared yet.
     """
     if resume is None or (attempt == 1 and not resume.refused and resume.passed is None):
         return
     if resume.passed is not None:
-        start = f"Muster passes {resume.passed} to the trainer"
-        if is_confirmed:
-            start = f"starts from {resume.passed}"
-        yield f"{start}: {resume.rule}"
+        if is_consistent:
+            yield (
+                f"Muster passed {resume.passed} to the trainer: {resume.rule}. The first step that "
+                "the trainer reported does not contradict a start from this checkpoint"
+            )
+        else:
+            yield f"Muster passes {resume.passed} to the trainer: {resume.rule}"
     elif resume.expected is not None:
         yield (
             "Muster passes no checkpoint to the trainer. The trainer itself probably loads "
@@ -60,7 +63,7 @@ def describe_resume_of(attempt: AttemptRecord, spec: RunSpec | None = None) -> I
     if attempt.resume is None and attempt.resume_from:
         # An earlier version of Muster recorded only the path of the checkpoint.
         yield f"Muster passed {attempt.resume_from} to the trainer"
-    yield from describe_resume(attempt.resume, attempt.number, is_confirmed=is_confirmed(attempt))
+    yield from describe_resume(attempt.resume, attempt.number, is_consistent=is_consistent(attempt))
     if unreported := explain_unreported(attempt, spec):
         yield unreported
 

@@ -17,6 +17,10 @@ REFUSED = [
 ]
 
 PASSED = "Muster passes /c/step_10 to the trainer: the rule"
+CONSISTENT = (
+    "Muster passed /c/step_10 to the trainer: the rule. The first step that the trainer reported "
+    "does not contradict a start from this checkpoint"
+)
 CANNOT_CHECK = "Muster cannot check whether the trainer loads the checkpoint that RESUME_FROM names"
 
 
@@ -90,7 +94,7 @@ def test_warnings_follow_the_choice() -> None:
     )
 
     assert [*describe_attempt(attempt)] == [
-        "starts from /c/step_10: the rule",
+        CONSISTENT,
         "the disk is nearly full",
     ]
 
@@ -98,8 +102,8 @@ def test_warnings_follow_the_choice() -> None:
 @pytest.mark.parametrize(
     ("resume", "attempt", "sentences"),
     [
-        # The first step of the attempt fits the checkpoint.
-        ({"step": 10}, {"step": 11}, ["starts from /c/step_10: the rule"]),
+        # The first step of the attempt does not contradict the checkpoint.
+        ({"step": 10}, {"step": 11}, [CONSISTENT]),
         # The trainer ignored the checkpoint.
         (
             {"step": 10},
@@ -129,7 +133,7 @@ def test_warnings_follow_the_choice() -> None:
         ),
     ],
 )
-def test_trainer_is_said_to_start_from_a_checkpoint_only_if_its_steps_show_it(
+def test_sentence_claims_no_more_about_a_passed_checkpoint_than_the_steps_show(
     resume: dict[str, Any], attempt: dict[str, Any], sentences: list[str]
 ) -> None:
     record = AttemptRecord.model_validate(
