@@ -95,6 +95,9 @@ def name_rank(missing: MissingStep, log: str) -> MissingStep:
     The module `muster_metrics` writes metrics only in the process of rank 0. If a shell still has
     `RANK=1` from earlier work, the only process of a training has rank 1 and writes no metrics.
 
+    In a training with several processes, the log may name RANK although rank 0 wrote no metrics for
+    another reason, such as a wrong path. So the function keeps the advice of `missing`.
+
     Args:
         missing: Reason for the unknown training step. The metrics file has no lines.
         log: End of the log of the training.
@@ -107,11 +110,11 @@ def name_rank(missing: MissingStep, log: str) -> MissingStep:
         return missing
     return replace(
         missing,
-        problem=f"{missing.problem}. muster_metrics wrote no metrics, because the variable RANK is "
-        f"{match[1]}, and only rank 0 writes metrics. If the training has only one process, remove "
-        "the variable: unset RANK",
+        problem=f"{missing.problem}. One process wrote no metrics, because its variable RANK is "
+        f"{match[1]}. If the training has only one process, remove the variable: unset RANK",
         remedy="If the training has only one process, remove the variable RANK from the shell or "
-        "container that starts the run (`unset RANK`), or write `env: {RANK: '0'}` into the spec.",
+        "container that starts the run (`unset RANK`), or write `env: {RANK: '0'}` into the spec. "
+        f"Otherwise: {missing.remedy}",
     )
 
 

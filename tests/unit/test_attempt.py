@@ -347,7 +347,7 @@ async def test_variable_rank_that_prevents_metrics_is_named(
     verdict = await verdict_of(attempt)
 
     assert verdict.failure is not None
-    assert "because the variable RANK is 3" in verdict.message
+    assert "because its variable RANK is 3" in verdict.message
     assert "`unset RANK`" in verdict.failure.hint
 
 
