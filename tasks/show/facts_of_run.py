@@ -13,7 +13,7 @@ from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord, RunJson
 from tasks.record.states import RunState
 from tasks.show.failure import Fact
-from tasks.show.next_start import describe_retry, plan_next_start, read_unresolved_spec
+from tasks.show.next_start import NextStartFinder, describe_retry
 from tasks.show.offline_tracker import make_sync_command
 from tasks.show.resume import describe_parent, describe_resume_of
 from tasks.spec.formatting import format_count, format_datetime, format_duration, join_words
@@ -32,6 +32,7 @@ def facts_of_run(
     now: float,
     step: float | None = None,
     time_use: Iterable[str] = (),
+    next_start: NextStartFinder | None = None,
 ) -> Iterator[Fact]:
     """Yield the labelled facts about a run, in the order for display.
 
@@ -43,6 +44,7 @@ def facts_of_run(
         step: Last training step that the current attempt reported. None to use the step in the
             record. After the end of the attempt, a later step in the record is used.
         time_use: Sentences about the time of the training steps.
+        next_start: Finder of the checkpoint for the next attempt. None to create a finder.
     """
     attempt = record.attempt
     yield Fact("run", record.run_id)
@@ -74,22 +76,16 @@ def facts_of_run(
     if step is not None:
         yield Fact("progress", format_step(step, total))
     if record.state.is_final and spec is not None:
-        plan = plan_next_start(record, place, read_unresolved_spec(place))
-        # Earlier versions of Muster stored only the specs of the attempts. Such a spec also names
-        # the folder of the checkpoints.
-        known_plan = plan or plan_next_start(record, place, spec)
-        if known_plan is not None and known_plan.path is not None:
-            yield Fact("last checkpoint", str(known_plan.path), is_code=True)
-        elif (
-            known_plan is not None
-            and known_plan.has_folder
-            and record.state is not RunState.COMPLETED
-        ):
+        start = (next_start or NextStartFinder(record, place, spec)).find()
+        plan = start.plan
+        if plan is not None and plan.path is not None:
+            yield Fact("last checkpoint", str(plan.path), is_code=True)
+        elif plan is not None and plan.has_folder and record.state is not RunState.COMPLETED:
             # The message of a completed run already says that the run saved no checkpoint.
-            yield Fact("last checkpoint", f"none: {known_plan.rule}")
+            yield Fact("last checkpoint", f"none: {plan.rule}")
         if record.state is RunState.CANCELLED:
             retry = f"`muster retry {record.run_id}`"
-            yield Fact("to continue", describe_retry(retry, plan))
+            yield Fact("to continue", describe_retry(retry, start))
     if spec is not None and (command := make_sync_command(record.run_id, spec)):
         yield Fact("upload to W&B", command, is_code=True)
     if text := " ".join(time_use):

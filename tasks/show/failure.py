@@ -9,7 +9,7 @@ from tasks.record.final_record import FLOW_LOST
 from tasks.record.outcome import Failure
 from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord
-from tasks.show.next_start import describe_retry_of
+from tasks.show.next_start import NextStartFinder, describe_retry, describe_retry_of
 from tasks.show.run_view import describe_ending
 from tasks.spec.failure_kinds import HANG_REPORT, FailureKind
 from tasks.spec.formatting import format_duration, format_time
@@ -34,13 +34,20 @@ class Fact(NamedTuple):
     is_code: bool = False
 
 
-def list_facts(place: RunPlace, attempt: AttemptRecord, failure: Failure) -> Iterator[Fact]:
+def list_facts(
+    place: RunPlace,
+    attempt: AttemptRecord,
+    failure: Failure,
+    next_start: NextStartFinder | None = None,
+) -> Iterator[Fact]:
     """Yield the labelled lines about the failure of an attempt, in the order for display.
 
     Args:
         place: Paths of the run's files.
         attempt: The failed attempt.
         failure: Cause of the failure.
+        next_start: Finder of the checkpoint for the next attempt. None to search the checkpoint
+            here if it is needed.
     """
     if failure.component:
         first_failure = f"{failure.component}: {_describe_first_failure(attempt, failure)}"
@@ -54,7 +61,12 @@ def list_facts(place: RunPlace, attempt: AttemptRecord, failure: Failure) -> Ite
     general_remedy = failure.kind.properties.remedy if attempt.is_last else ""
     remedy = failure.hint or general_remedy
     if failure.rule == FLOW_LOST and attempt.is_last:
-        remedy = f"{remedy} {describe_retry_of(place, 'The next attempt')}."
+        subject = "The next attempt"
+        if next_start is None:
+            retry = describe_retry_of(place, subject)
+        else:
+            retry = describe_retry(subject, next_start.find())
+        remedy = f"{remedy} {retry}."
     if not failure.component:
         if remedy:
             yield Fact("what to do", remedy)

@@ -25,7 +25,7 @@ from tasks.record.states import RunState
 from tasks.show.facts_of_run import describe_duration, facts_of_run
 from tasks.show.failure import find_remedy, last_log_lines, list_facts
 from tasks.show.metric_order import sort_by_meaning
-from tasks.show.next_start import describe_retry_of, read_spec_of_run
+from tasks.show.next_start import NextStartFinder, describe_retry_of, read_spec_of_run
 from tasks.show.output import line_of
 from tasks.show.resume import describe_attempt, describe_parent, describe_resume
 from tasks.show.run_view import ObservedRun, describe_component_state, describe_job, format_ending
@@ -134,14 +134,19 @@ def format_failed_attempt(seen: ObservedRun, decision: str) -> Iterator[Text]:
 
 
 def _failure_fields(
-    place: RunPlace, attempt: AttemptRecord, failure: Failure, omit: Collection[str]
+    place: RunPlace,
+    attempt: AttemptRecord,
+    failure: Failure,
+    omit: Collection[str],
+    next_start: NextStartFinder | None = None,
 ) -> Iterator[Text]:
     """Yield the facts about a failure, one per line, and the last log lines of the component.
 
     Args:
         omit: Labels of the facts to leave out.
+        next_start: See `list_facts`.
     """
-    for fact in list_facts(place, attempt, failure):
+    for fact in list_facts(place, attempt, failure, next_start):
         if fact.label not in omit:
             yield _format_field(fact.label, fact.text)
     for number, line in enumerate(last_log_lines(failure)):
@@ -190,11 +195,12 @@ def end_block(
 
     if record_path is not None:
         place = RunPlace(directory=record_path.parent)
+        spec = read_spec_of_run(record, place) if record is not None else None
+        next_start = NextStartFinder(record, place, spec) if record is not None else None
         if failure and attempt:
-            yield from _failure_fields(place, attempt, failure, omit=("why",))
+            yield from _failure_fields(place, attempt, failure, ("why",), next_start)
         if record is not None:
-            spec = read_spec_of_run(record, place)
-            for fact in facts_of_run(record, place, spec, now=now):
+            for fact in facts_of_run(record, place, spec, now=now, next_start=next_start):
                 yield _format_field(fact.label, fact.text)
             if not record.state.is_final and state in _FINAL_STATES:
                 yield _format_field(

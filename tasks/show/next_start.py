@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from tasks.record.checkpoints import ResumePlan, plan_resume
@@ -40,45 +41,107 @@ def read_unresolved_spec(place: RunPlace) -> RunSpec | None:
     return None
 
 
-def plan_next_start(record: RunJson, place: RunPlace, spec: RunSpec | None) -> ResumePlan | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextStart:
+    """The start of a run's next attempt, as far as Muster knows it."""
+
+    #: The checkpoint for the next attempt. None if no spec can be read, or if the checkpoints
+    #: cannot be read.
+    plan: ResumePlan | None = None
+    #: True if Muster has read the spec of the run, which `muster retry` uses. False if Muster has
+    #: read the spec of an attempt or no spec. In the spec of an attempt, the placeholders are
+    #: replaced, so `plan` does not say whether the next attempt passes the checkpoint.
+    has_run_spec: bool = False
+    #: Reason why the checkpoints cannot be read, or an empty string.
+    problem: str = ""
+
+
+def find_next_start(
+    record: RunJson, place: RunPlace, attempt_spec: RunSpec | None = None
+) -> NextStart:
     """Choose the checkpoint from which a run's next attempt would start now.
+
+    The search takes at most five seconds, because the checkpoints may be on a network file system
+    that does not answer.
 
     Args:
         record: Content of the run's `run.json`.
         place: Paths of the run's files.
-        spec: The run spec, in which placeholders are not replaced. None if it is unknown.
-
-    Returns:
-        The plan, which may contain no checkpoint. None if the spec is unknown, if the checkpoints
-        cannot be read, or if their file system does not answer within five seconds.
+        attempt_spec: The spec of an attempt, in which placeholders are replaced. Used if the spec
+            of the run cannot be read: earlier versions of Muster stored only the specs of the
+            attempts. None if unknown.
     """
+    run_spec = read_unresolved_spec(place)
+    has_run_spec = run_spec is not None
+    spec = run_spec or attempt_spec
     if spec is None:
-        return None
+        return NextStart()
     plans: list[ResumePlan] = []
+    problems: list[str] = []
 
     def search() -> None:
-        with suppress(OSError):
+        try:
             plans.append(plan_resume(spec, place, record.attempts, record.foreign_checkpoints))
+        except OSError as error:
+            problems.append(str(error))
 
     thread = threading.Thread(target=search, name="next-start", daemon=True)
     thread.start()
     thread.join(_SEARCH_WITHIN_S)
-    return plans[0] if plans else None
+    if plans:
+        return NextStart(plan=plans[0], has_run_spec=has_run_spec)
+    slow = f"their file system has not answered for {_SEARCH_WITHIN_S:g} s"
+    return NextStart(has_run_spec=has_run_spec, problem=problems[0] if problems else slow)
 
 
-def describe_retry(subject: str, plan: ResumePlan | None) -> str:
+class NextStartFinder:
+    """Finds the start of a run's next attempt, and searches the checkpoints at most once.
+
+    Several texts about a run name the same checkpoint. If the file system of the checkpoints does
+    not answer, only the first text has to wait.
+    """
+
+    def __init__(
+        self, record: RunJson, place: RunPlace, attempt_spec: RunSpec | None = None
+    ) -> None:
+        """
+        Args:
+            record: Content of the run's `run.json`.
+            place: Paths of the run's files.
+            attempt_spec: See `find_next_start`.
+        """
+        self._record = record
+        self._place = place
+        self._attempt_spec = attempt_spec
+        self._next_start: NextStart | None = None
+
+    def find(self) -> NextStart:
+        """Return the result of `find_next_start`."""
+        if self._next_start is None:
+            self._next_start = find_next_start(self._record, self._place, self._attempt_spec)
+        return self._next_start
+
+
+def describe_retry(subject: str, next_start: NextStart) -> str:
     """Return a phrase about the start of the next attempt, without a full stop.
 
     Example: `muster retry RUN continues from step 130 (step_000130)`.
 
     Args:
         subject: Subject of the phrase, such as `The next attempt`.
-        plan: Result of `plan_next_start`.
+        next_start: The start of the next attempt.
     """
+    plan = next_start.plan
+    inner_subject = f"{subject[:1].lower()}{subject[1:]}"
+    if not next_start.has_run_spec:
+        return (
+            f"If the spec has the key `checkpoints`, {inner_subject} resumes from the last "
+            "complete checkpoint"
+        )
     if plan is None:
         return (
-            f"If the spec has the key `checkpoints`, {subject[:1].lower()}{subject[1:]} resumes "
-            "from the last complete checkpoint"
+            f"Muster could not read the checkpoints ({next_start.problem}), so the checkpoint for "
+            f"{inner_subject} is unknown"
         )
     if plan.path is None and not plan.has_folder:
         return (
@@ -104,8 +167,6 @@ def describe_retry_of(place: RunPlace, subject: str) -> str:
 
     If this machine has no record of the run, the phrase says how a checkpoint would be chosen.
     """
-    plan = None
     with suppress(OSError, ValueError):
-        record = RunJson.read(place.record)
-        plan = plan_next_start(record, place, read_unresolved_spec(place))
-    return describe_retry(subject, plan)
+        return describe_retry(subject, find_next_start(RunJson.read(place.record), place))
+    return describe_retry(subject, NextStart())

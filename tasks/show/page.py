@@ -35,6 +35,7 @@ from tasks.show.markdown import (
     markdown_link,
     markdown_table,
 )
+from tasks.show.next_start import NextStartFinder
 from tasks.show.pictures import Figures, draw_curve, number_text
 from tasks.show.run_view import RunView, ServerSeen, Shown, describe_component_state
 from tasks.show.slow import Measured, Slow
@@ -316,6 +317,7 @@ def show_summary(view: RunView) -> Shown:
     """Return the artifact that summarises a run: state, failure, main facts and links."""
     state, message = _describe_state(view)
     failed = view.failed
+    next_start = NextStartFinder(view.record, view.place, view.spec)
 
     parts = [f"### {state.capitalize()}"]
     if message and view.seen.doing == f"{state}: {message}" == view.seen.running:
@@ -328,10 +330,10 @@ def show_summary(view: RunView) -> Shown:
         parts.append(code_block(message) if "\n" in message else escape_markdown(message))
     if state == "failed" and failed is None and (remedy := find_remedy(message)):
         parts.append(f"**What to do**: {escape_markdown(remedy)}")
-    parts.append("\n".join(_list_facts(view)))
+    parts.append("\n".join(_list_facts(view, next_start)))
     if failed is not None:
         attempt, failure = failed
-        parts += _failure_section(view, attempt, failure)
+        parts += _failure_section(view, attempt, failure, next_start)
     if pages := list_other_pages(view):
         links = [f"- {markdown_link(name, address)}" for name, address in pages]
         parts += ["**Links**", "\n".join(links)]
@@ -401,7 +403,7 @@ def find_step(headline: str) -> tuple[float, float | None] | None:
     return float(match[1]), float(match[2]) if match[2] else None
 
 
-def _list_facts(view: RunView) -> Iterator[str]:
+def _list_facts(view: RunView, next_start: NextStartFinder) -> Iterator[str]:
     """Yield the facts about the run as items of a Markdown list."""
     facts = facts_of_run(
         view.record,
@@ -410,6 +412,7 @@ def _list_facts(view: RunView) -> Iterator[str]:
         now=view.at,
         step=view.seen.pace.step,
         time_use=view.slow.sentences() if view.slow is not None else (),
+        next_start=next_start,
     )
     for fact in facts:
         yield _format_item(fact)
@@ -423,13 +426,15 @@ def _format_item(fact: Fact) -> str:
     return f"- **{label}**: {content}"
 
 
-def _failure_section(view: RunView, attempt: AttemptRecord, failure: Failure) -> Iterator[str]:
+def _failure_section(
+    view: RunView, attempt: AttemptRecord, failure: Failure, next_start: NextStartFinder
+) -> Iterator[str]:
     """Yield Markdown paragraphs about a failure: its facts and the last log lines."""
     has_earlier_attempts = len(view.record.attempts) > 1
     suffix = f" in attempt {attempt.number}" if has_earlier_attempts else ""
     yield f"**What went wrong{suffix}**"
 
-    yield "\n".join(map(_format_item, list_facts(view.place, attempt, failure)))
+    yield "\n".join(map(_format_item, list_facts(view.place, attempt, failure, next_start)))
 
     if failure.log_tail:
         yield f"Last log lines of {escape_markdown(failure.component or 'the run')}:"

@@ -6,6 +6,7 @@ The text has the final state of the run, the first failure, and the files to rea
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import yaml
 from tasks.record.final_record import FLOW_LOST
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
+from tasks.show import next_start
 from tasks.show.lines import end_block, summarize_run
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.watch import NOT_FINITE_ADVICE
@@ -258,7 +260,7 @@ def write_run(
 
 
 #: A command that gets the path of the checkpoint from which it starts.
-PASSES = {"command": ["true", "${attempt.resume_from}"], "checkpoints": "out"}
+PASSES: dict[str, Any] = {"command": ["true", "${attempt.resume_from}"], "checkpoints": "out"}
 
 
 @pytest.mark.parametrize(
@@ -314,6 +316,49 @@ def test_advice_after_a_loss_without_a_readable_spec_names_the_condition(tmp_pat
         "  what to do         The advice. If the spec has the key `checkpoints`, the next attempt "
         "resumes from the last complete checkpoint." in shown
     )
+
+
+@pytest.mark.parametrize("state", ["cancelled", "failed"])
+def test_checkpoints_whose_file_system_does_not_answer_are_searched_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    loss = {"kind": "UNKNOWN", "message": "killed", "rule": FLOW_LOST, "hint": "The advice."}
+    ended = attempt(1, loss if state == "failed" else None, state)
+    path = write_run(tmp_path, ended | {"decision": "final: it has ended"}, (10,), **PASSES)
+    searches: list[object] = []
+    is_over = threading.Event()
+
+    def search(*arguments: object) -> None:
+        searches.append(arguments)
+        is_over.wait()
+
+    monkeypatch.setattr(next_start, "plan_resume", search)
+    monkeypatch.setattr(next_start, "_SEARCH_WITHIN_S", 0.1)
+
+    shown = "\n".join(line.plain for line in end_block(state, "the end", path))
+    is_over.set()
+
+    assert len(searches) == 1
+    subject = f"`muster retry {RunJson.read(path).run_id}`"
+    if state == "failed":
+        subject = "the next attempt"
+    assert (
+        "Muster could not read the checkpoints (their file system has not answered for 0.1 s), so "
+        f"the checkpoint for {subject} is unknown" in shown
+    )
+
+
+def test_cancelled_run_says_that_its_checkpoints_cannot_be_read(tmp_path: Path) -> None:
+    path = write_run(tmp_path, attempt(1, None, "cancelled"), (), **PASSES)
+    # A symbolic link to itself cannot be read.
+    (tmp_path / "out").symlink_to("out")
+
+    shown = block(state="cancelled", message="the end", record_path=path)
+
+    [line] = [line for line in shown if line.startswith("  to continue")]
+    assert "Muster could not read the checkpoints (" in line
+    assert str(tmp_path / "out") in line
+    assert "so the checkpoint for `muster retry " in line
 
 
 @pytest.mark.parametrize(
