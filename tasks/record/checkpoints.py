@@ -233,7 +233,8 @@ def _describe_searched_folder(
     fixed = find_fixed_folder(written)
     text = f" in {path}" if fixed == written else f" that matches {path}"
     if len(_attempts_with_folders(spec.processes[name].checkpoints or "", attempts)) > 1:
-        text += " or in the folders of earlier attempts"
+        others = "in the folders" if fixed == written else "the patterns"
+        text += f" or {others} of earlier attempts"
     elif fixed == written and (folder := find_local_path(path)) and not folder.exists():
         text += ", which does not exist"
     return text
@@ -247,8 +248,8 @@ def explain_lack_of_checkpoints(
 ) -> str:
     """Return a text which says that a run has saved no checkpoint.
 
-    The text names the folder of the checkpoints, and the start of another attempt. The text has no
-    full stop at its end.
+    The text names the searched folder, and has no full stop at its end. Example: `no checkpoint was
+    found in /runs/r/checkpoints`.
 
     Args:
         spec: The spec of the run, in which placeholders are not replaced yet.
@@ -268,13 +269,7 @@ def explain_lack_of_checkpoints(
         return ""
     # Ignore `start_from`: it names a checkpoint that this run has not saved.
     plan = plan_resume(spec.model_copy(update={"start_from": None}), place, attempts, foreign)
-    if plan.path is not None:
-        return ""
-    start = spec.start_from
-    beginning = f"{start.checkpoint} again" if start is not None else "the beginning"
-    if plan.unrecognised:
-        return f"another attempt would start from {beginning}: {plan.rule}"
-    return f"{plan.rule}, so another attempt would start from {beginning}"
+    return plan.rule if plan.path is None else ""
 
 
 def describe_unrecognised(spec: RunSpec, place: RunPlace, attempts: Sequence[AttemptRecord]) -> str:

@@ -745,7 +745,7 @@ class RunSession:
         warning = describe_fruitless_attempts(self.spec, attempts, unrecognised)
         if unrecognised and not warning:
             warning = f"the attempt ended without a checkpoint. {unrecognised}"
-        elif lack:
+        if lack and not warning:
             warning = (
                 f"{lack}. If the training saves checkpoints in another folder, name this folder in "
                 "the key `checkpoints` of the spec"
