@@ -3,7 +3,8 @@
 from trainer import ATTEMPT, die, save, train
 
 train(1, 6)
-save(5)
+if ATTEMPT == 1:
+    save(5)
 train(6, 21)
 if ATTEMPT == 1:
     die()
