@@ -101,7 +101,7 @@ def test_changed_value_in_the_form_reaches_the_run(stack: UiStack, ui: Ui) -> No
     assert trainer_of_deployment["ready"]
     assert trainer == {**trainer_of_deployment, "checkpoints": "${run.dir}/from-form"}
     ended = stack.until_state(run["id"], "Completed", "Failed", "Crashed")
-    # The trainer saves its checkpoints in another folder than `from-form`, so the run has a warning.
+    # The trainer saves its checkpoints in another folder, so the run has a warning.
     message = ended["state"]["message"]
     assert message.startswith("warning: step 7 of 7, but no checkpoint was found in ")
     assert "/from-form" in message
