@@ -126,9 +126,12 @@ _WAITS_FOR_OTHERS = re.compile(
 #: Pattern of a stack frame of a function that waits for child processes. Between this frame and the
 #: program's own code there may be further frames, for example of `selectors`.
 _WAITS_FOR_CHILDREN = re.compile(
-    r"\([^()]*(?:\btorch/multiprocessing/spawn|\bmultiprocessing/(?:popen_\w+|process|pool)"
-    r"|\bconcurrent/futures/\w+|\bsubprocess)\.py:"
+    r"\([^()]*(?:\btorch/multiprocessing/spawn|\btorch/utils/data/dataloader"
+    r"|\bmultiprocessing/(?:popen_\w+|process|pool)|\bconcurrent/futures/\w+|\bsubprocess)\.py:"
 )
+#: Pattern of the outermost stack frame of a child process that `multiprocessing` has forked. The
+#: frames outside this frame are copied from the parent process, so the child does not execute them.
+_STARTS_FORK = re.compile(r"\b_bootstrap \([^()]*\bmultiprocessing/process\.py:")
 #: Pattern of the stack frame of a function such as `spawn_main`. `multiprocessing` starts a child
 #: process with `python -c CODE`, and CODE calls such a function. CODE does not count as the
 #: program's own code.
@@ -393,9 +396,12 @@ def _find_own_frame(frames: Sequence[Mapping[str, Any]]) -> int | None:
         frames: Call stack of a thread, the innermost frame first.
 
     Returns:
-        None if the call stack does not contain the program's own code.
+        None if the call stack does not contain the program's own code. This is the case for an idle
+        worker of a data loader or process pool.
     """
     for position, frame in enumerate(frames):
+        if _STARTS_FORK.search(_format_frame(frame)):
+            return None
         if _is_own(frame["filename"]):
             called = _format_frame(frames[position - 1]) if position else ""
             is_start = frame["filename"] == "<string>" and _STARTS_PROCESS.search(called)

@@ -246,6 +246,45 @@ def test_message_about_a_hang_names_the_child_that_its_parent_waits_for(
     assert "it hangs in hang_in_child (program.py:6), in " in failure.message
 
 
+#: A program of rank 1 with two forked workers. One worker hangs in `hang_in_child`. The other worker
+#: waits for work in library code, like an idle worker of PyTorch's data loader. The call stack of
+#: each worker also shows `main`, which forked the worker.
+IDLE_WORKER = """
+import multiprocessing, threading
+from multiprocessing import connection
+
+def hang_in_child():
+    print("up", flush=True)
+    threading.Event().wait()
+
+def main():
+    context = multiprocessing.get_context("fork")
+    reader, writer = context.Pipe()
+    context.Process(target=connection.wait, args=([reader], 600)).start()
+    worker = context.Process(target=hang_in_child)
+    worker.start()
+    worker.join()
+
+main()
+"""
+
+
+def test_message_about_a_hang_names_no_idle_worker(harness: ComponentHarness) -> None:
+    if hang_report._find_py_spy() is None:
+        pytest.skip("py-spy is not installed")
+    program = harness.directory / "program.py"
+    program.write_text(IDLE_WORKER)
+    component = harness.component(
+        "trainer", (sys.executable, str(program)), ready=UP, env={"RANK": "1"}
+    )
+    supervisor = harness.start_all(component, stall_after_s=3.0)
+
+    failure = check_stalled(harness.wait_for_verdict(supervisor))
+
+    assert "it hangs in hang_in_child (program.py:7), in " in failure.message
+    assert " or in " not in failure.message
+
+
 def read_process_state(pid: int) -> str:
     """Return the letter that the kernel shows as the state of a process, such as "S"."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
