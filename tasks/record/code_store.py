@@ -22,7 +22,7 @@ import sys
 import tarfile
 import time
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -180,7 +180,7 @@ def check_out(code: Code, place: Path, fetch: Fetch = lambda _: None) -> None:
     Missing and changed files are written again. Other files in the folder are kept.
 
     If the project folder exists on this machine, the folder also gets symbolic links to the files
-    that git ignores in the project, such as data.
+    that git ignores in the project, such as data, and copies of the project's empty folders.
 
     Args:
         code: Snapshot of the project.
@@ -219,9 +219,13 @@ def check_out(code: Code, place: Path, fetch: Fetch = lambda _: None) -> None:
                 break
         _link(_path_in(folders, name), full)
     if project.is_dir():
-        for name in _files(project)[1]:
+        names, ignored = _files(project)
+        for name in ignored:
             if not os.path.lexists(place / name):
                 _link(_path_in(folders, name), str(project / name))
+        for name in _find_empty_folders(project, names):
+            if not os.path.lexists(place / name):
+                (place / name).mkdir(parents=True)
 
 
 def hash_files(tree: str) -> dict[str, str]:
@@ -514,6 +518,22 @@ def _files(root: Path) -> tuple[set[str], set[str]]:
             or (real / name).is_relative_to(home)
         )
     }
+
+
+def _find_empty_folders(root: Path, names: Iterable[str]) -> Iterator[str]:
+    """Yield the relative paths of empty folders next to files of a project.
+
+    A training may expect such a folder, for example for its output. Git does not list it.
+
+    Args:
+        root: The project folder.
+        names: Relative paths of the project's files.
+    """
+    for parent in {"", *(os.path.dirname(name) for name in names)}:
+        with suppress(OSError):
+            for entry in os.scandir(root / parent):
+                if entry.is_dir(follow_symlinks=False) and not os.listdir(entry.path):
+                    yield os.path.join(parent, entry.name)
 
 
 def _listed(root: Path) -> tuple[set[str], set[str]]:

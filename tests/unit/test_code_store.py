@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -159,6 +160,21 @@ def test_folder_without_git_is_copied_without_environments_and_outputs(
     linked = {name: f"-> {root}/{name}" for name in (".venv", "wandb", "out")}
     assert files_in(tmp_path / "out") == {".gitignore": "out/\n", "a.py": "a", **linked}
     assert code.commit == ""
+
+
+@pytest.mark.parametrize("has_git", [True, False])
+def test_empty_folders_of_the_project_are_in_the_copy(
+    project: Path, tmp_path: Path, has_git: bool
+) -> None:
+    if not has_git:
+        shutil.rmtree(project / ".git")
+    for name in ("out", "src/pkg/logs"):
+        (project / name).mkdir()
+
+    check_out(read_code(store_project(project)), tmp_path / "out")
+
+    assert (tmp_path / "out" / "out").is_dir()
+    assert (tmp_path / "out" / "src" / "pkg" / "logs").is_dir()
 
 
 def test_links_out_of_the_project_keep_their_targets(project: Path, tmp_path: Path) -> None:
