@@ -129,8 +129,9 @@ _WAITS_FOR_CHILDREN = re.compile(
     r"\([^()]*(?:\btorch/multiprocessing/spawn|\btorch/utils/data/dataloader"
     r"|\bmultiprocessing/(?:popen_\w+|process|pool)|\bconcurrent/futures/\w+|\bsubprocess)\.py:"
 )
-#: Pattern of the outermost stack frame of a child process that `multiprocessing` has forked. The
-#: frames outside this frame are copied from the parent process, so the child does not execute them.
+#: Pattern of the stack frame in which a child process of `multiprocessing` begins its own work. If
+#: the child was forked, the frames further out are copied from the parent process, so the child
+#: does not execute these frames.
 _STARTS_FORK = re.compile(r"\b_bootstrap \([^()]*\bmultiprocessing/process\.py:")
 #: Pattern of the stack frame of a function such as `spawn_main`. `multiprocessing` starts a child
 #: process with `python -c CODE`, and CODE calls such a function. CODE does not count as the
@@ -396,8 +397,8 @@ def _find_own_frame(frames: Sequence[Mapping[str, Any]]) -> int | None:
         frames: Call stack of a thread, the innermost frame first.
 
     Returns:
-        None if the call stack does not contain the program's own code. This is the case for an idle
-        worker of a data loader or process pool.
+        None if the thread executes only library code. Example: an idle worker of a data loader or
+        process pool.
     """
     for position, frame in enumerate(frames):
         if _STARTS_FORK.search(_format_frame(frame)):

@@ -95,8 +95,9 @@ def name_rank(missing: MissingStep, log: str) -> MissingStep:
     The module `muster_metrics` writes metrics only in the process of rank 0. If a shell still has
     `RANK=1` from earlier work, the only process of a training has rank 1 and writes no metrics.
 
-    In a training with several processes, the log may name RANK although rank 0 wrote no metrics for
-    another reason, such as a wrong path. So the function keeps the advice of `missing`.
+    In a training with several processes, the log of another rank may name RANK. The metrics of rank
+    0 are then missing for another reason, such as a wrong path. So the function keeps the advice of
+    `missing`.
 
     Args:
         missing: Reason for the unknown training step. The metrics file has no lines.

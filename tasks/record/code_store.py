@@ -179,8 +179,8 @@ def check_out(code: Code, place: Path, fetch: Fetch = lambda _: None) -> None:
 
     Missing and changed files are written again. Other files in the folder are kept.
 
-    If the project folder exists on this machine, the folder also gets symbolic links to the files
-    that git ignores in the project, such as data, and copies of the project's empty folders.
+    If the project folder exists on this machine, `place` also gets symbolic links to the files that
+    git ignores in the project, such as data, and the empty folders of `_find_empty_folders`.
 
     Args:
         code: Snapshot of the project.
@@ -521,9 +521,10 @@ def _files(root: Path) -> tuple[set[str], set[str]]:
 
 
 def _find_empty_folders(root: Path, names: Iterable[str]) -> Iterator[str]:
-    """Yield the relative paths of empty folders next to files of a project.
+    """Yield the relative paths of empty folders at the root of a project or next to its files.
 
-    A training may expect such a folder, for example for its output. Git does not list it.
+    A training may expect an empty folder, for example for its output. Git lists only files, so
+    `names` contains no empty folders.
 
     Args:
         root: The project folder.

@@ -1,8 +1,8 @@
-"""Check whether the steps of an attempt contradict the checkpoint that Muster passed to it.
+"""Check whether the first step of an attempt contradicts the checkpoint that Muster chose.
 
 Muster compares the first step of the attempt with the step of the checkpoint. If one of the two
 steps is unknown, Muster says that the check is impossible. A first step that does not contradict
-the checkpoint is no proof that the trainer has loaded it.
+the checkpoint does not prove that the trainer has loaded the checkpoint.
 """
 
 from __future__ import annotations
@@ -35,9 +35,13 @@ def compare_first_step(resume: ResumeRecord, first_step: float, next_step: float
             metrics of earlier attempts again.
 
     Returns:
-        The warning. An empty string if the first step is not smaller than the step of the
-        checkpoint, and no refused checkpoint explains the first step better. Also an empty string
-        if `next_step` is the step of the checkpoint, or if this step is unknown.
+        The warning, or an empty string in these cases:
+
+        - The first step is not smaller than the step of the checkpoint, and no refused checkpoint
+          explains the first step better.
+        - `next_step` is the step of the checkpoint.
+        - The step of the checkpoint is unknown.
+        - Muster chose no checkpoint, and no refused checkpoint explains the first step.
     """
     chosen = resume.passed or resume.expected
     refused = {read_step(Path(one.path).name): one.path for one in resume.refused}
@@ -71,9 +75,10 @@ def compare_first_step(resume: ResumeRecord, first_step: float, next_step: float
 def is_consistent(attempt: AttemptRecord) -> bool:
     """Return True if the first step of an attempt does not contradict its checkpoint.
 
-    The checkpoint is the one that Muster passed to the trainer. The result True does not prove that
+    The checkpoint is the one that Muster chose for the attempt. The result True does not prove that
     the trainer has loaded the checkpoint. Example: a trainer ignores the checkpoint of step 10,
-    starts from the beginning, and reports only each tenth step. Its first reported step is 10, too.
+    starts from the beginning, and reports only every tenth step. The first reported step is then
+    10, which does not contradict the checkpoint.
 
     Returns:
         False if `compare_first_step` returned a warning, or if the steps cannot be compared.

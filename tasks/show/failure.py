@@ -46,8 +46,8 @@ def list_facts(
         place: Paths of the run's files.
         attempt: The failed attempt.
         failure: Cause of the failure.
-        next_start: Finder of the checkpoint for the next attempt. None to search the checkpoint
-            here if it is needed.
+        next_start: Finder of the checkpoint for the next attempt. None to search for the
+            checkpoint in this function.
     """
     if failure.component:
         first_failure = f"{failure.component}: {_describe_first_failure(attempt, failure)}"

@@ -45,12 +45,12 @@ def read_unresolved_spec(place: RunPlace) -> RunSpec | None:
 class NextStart:
     """The start of a run's next attempt, as far as Muster knows it."""
 
-    #: The checkpoint for the next attempt. None if no spec can be read, or if the checkpoints
-    #: cannot be read.
+    #: The choice of the checkpoint for the next attempt. The chosen path is None if the run has no
+    #: checkpoint. The plan is None if no spec can be read, or if the checkpoints cannot be read.
     plan: ResumePlan | None = None
     #: True if Muster has read the spec of the run, which `muster retry` uses. False if Muster has
     #: read the spec of an attempt or no spec. In the spec of an attempt, the placeholders are
-    #: replaced, so `plan` does not say whether the next attempt passes the checkpoint.
+    #: replaced, so `plan` does not say whether Muster will pass the checkpoint to the trainer.
     has_run_spec: bool = False
     #: Reason why the checkpoints cannot be read, or an empty string.
     problem: str = ""
@@ -95,10 +95,10 @@ def find_next_start(
 
 
 class NextStartFinder:
-    """Finds the start of a run's next attempt, and searches the checkpoints at most once.
+    """Finds the start of a run's next attempt, and reads the checkpoints at most once.
 
-    Several texts about a run name the same checkpoint. If the file system of the checkpoints does
-    not answer, only the first text has to wait.
+    Several texts about a run name the same checkpoint, and share a finder. If the file system of
+    the checkpoints does not answer, only the first call of `find` waits.
     """
 
     def __init__(

@@ -24,7 +24,8 @@ def describe_resume(
         resume: Record of the chosen checkpoint, or None if the attempt has no such record.
         attempt: Number of the attempt, from 1.
         is_consistent: True if the first step that the trainer reported does not contradict the
-            checkpoint. False if the steps contradict it or cannot be compared yet.
+            checkpoint. False if this step contradicts the checkpoint, or if the steps cannot be
+            compared.
     """
     if resume is None or (attempt == 1 and not resume.refused and resume.passed is None):
         return

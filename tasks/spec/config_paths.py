@@ -25,7 +25,7 @@ _SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 _MAX_BYTES = 1 << 20
 #: Number of levels of nested mappings that are searched in a configuration file.
 _MAX_LEVELS = 3
-#: Matches keys for the folder to which a training saves, such as `output_dir`.
+#: Matches keys for the folder in which a training saves files, such as `output_dir`.
 _SAVE_KEYS = re.compile(
     r"(?:(?:model|train|training|ckpts?|checkpoints?)_)?(?:out|output|save)_?"
     r"(?:(?:model|ckpts?|checkpoints?)_?)?(?:dir|directory|path|folder)"
@@ -36,8 +36,8 @@ _CHECKPOINT_KEYS = re.compile(
     r"ckpts?_?(?:dir|directory|folder)|checkpoints?_?(?:dir|directory|path|folder)"
     r"|default_(?:root|local)_dir"
 )
-#: Matches the names of mappings that have another subject than the checkpoints of the training.
-#: Below such a mapping, a key such as `checkpoint_path` names a checkpoint to load.
+#: Matches the names of mappings that do not configure how the training saves checkpoints, such as
+#: `model` or `eval`. In such a mapping, the key `checkpoint_path` names a checkpoint to load.
 _OTHER_MAPPINGS = re.compile(
     r"(?:^|[._])(?:base|critic|data|eval|init|load|log|model|pretrain|ref|restore|resume|reward"
     r"|teacher|test|token)"
@@ -63,8 +63,8 @@ class ConfigPath:
     key: str
     #: Value of the key: the path, as the configuration file names it.
     path: str
-    #: True if the script uses this path unchanged, according to its key. False if the path contains
-    #: a placeholder, or if the key is vague, such as `log_dir` or `eval.output_dir`.
+    #: True if the key shows that the script uses this path unchanged. False if the path contains a
+    #: placeholder, or if the key is vague, such as `log_dir` or `eval.output_dir`.
     is_fixed: bool
 
 
@@ -140,9 +140,10 @@ def _list_paths(
 def _is_certain(key: str, prefix: str, purpose: Purpose) -> bool | None:
     """Return True if a key certainly names the path for a purpose, and False if the key is vague.
 
-    The keys for the folder of the checkpoints are not the patterns of `Purpose.CHECKPOINTS`. In a
-    configuration file, a key such as `checkpoint`, `save` or `output` may name a model to load, a
-    rule or a format. So only keys that end with `dir`, `path` or `folder` count.
+    For the folder of the checkpoints, this function does not use `Purpose.CHECKPOINTS`, which is
+    the pattern for options. In a configuration file, a key such as `checkpoint`, `save` or `output`
+    may name a model to load, a rule or a format. So only keys that end with `dir`, `directory`,
+    `path` or `folder` count.
 
     Args:
         key: The key, without the names of the mappings that contain the key.

@@ -384,8 +384,8 @@ def finish_run(lost: LostRun, loss: FlowLoss, *, goes_on_here: bool = False) -> 
                     else:
                         open = CHANGED
                 if is_changed and record is not None and record.state.is_final:
-                    # If the flow run has already ended on the server, log the message that a
-                    # running flow run would get.
+                    # If the flow run has already ended on the server, log the message that Muster
+                    # would set for a running flow run.
                     end = after or decide_closed_state(Running(), record, loss.cause)
                     log_end(
                         client,

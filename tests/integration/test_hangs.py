@@ -246,8 +246,8 @@ def test_message_about_a_hang_names_the_child_that_its_parent_waits_for(
     assert "it hangs in hang_in_child (program.py:6), in " in failure.message
 
 
-#: A program of rank 1 with two forked workers. One worker hangs in `hang_in_child`. The other one
-#: waits for work in library code, like an idle worker of PyTorch's data loader. The call stack of
+#: A program of rank 1 with two forked workers. One worker hangs in `hang_in_child`. The other
+#: worker waits in library code, like an idle worker of PyTorch's data loader. The call stack of
 #: each worker also shows `main`, which forked the worker.
 IDLE_WORKER = """
 import multiprocessing, threading

@@ -259,7 +259,7 @@ def test_rank_that_keeps_muster_metrics_from_writing_is_named(tmp_path: Path) ->
         f"{tmp_path}/metrics.jsonl does not exist. One process wrote no metrics, because its "
         "variable RANK is 1. If the training has only one process, remove the variable: unset RANK"
     )
-    # Rank 0 of a training with several processes may have written no metrics for another reason.
+    # In a training with several processes, the metrics of rank 0 may be missing for another reason.
     assert named.remedy.startswith("If the training has only one process, remove the variable RANK")
     assert named.remedy.endswith(f". Otherwise: {missing.remedy}")
     assert name_rank(missing, "RANK is 1\n") == missing

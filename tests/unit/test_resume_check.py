@@ -28,7 +28,7 @@ def resume(passed: str | None, *refused: str, expected: str | None = None) -> Re
         (resume("/c/step_20"), 21, 21, ""),
         (resume("/c/step_20"), 20, 20, ""),  # the trainer first evaluates the checkpoint
         (resume("/c/step_20"), 30, 30, ""),  # the trainer logs every tenth step
-        # The trainer logs every 500 steps. Whether it has loaded the checkpoint is unknown.
+        # The trainer logs every 500 steps, so the first step says nothing about the checkpoint.
         (resume("/c/step_20"), 500, 500, ""),
         (resume("/c/step_20"), 1, 20, ""),  # the trainer repeats the metrics of steps 1 to 20
         # the trainer begins with step 1, so it has not loaded the checkpoint of step 20
