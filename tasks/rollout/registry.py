@@ -336,7 +336,7 @@ class Registry:
             self._move(view, GroupState.SUSPECT, cause=why)
 
     def clear(self, rank: int, epoch: int) -> None:
-        """Record that all servers in the group of this server answer again.
+        """Record that all servers in the group of the server with this rank answer again.
 
         A SUSPECT group becomes ACTIVE.
         """

@@ -96,7 +96,7 @@ def is_data_path(text: str) -> bool:
 
 
 def is_data_input(text: str) -> bool:
-    """Return True if the key `inputs` accepts a text as an item."""
+    """Return True if `text` is a valid item of the list `inputs` in the run spec."""
     try:
         _check_data_input(text)
     except ValueError:
