@@ -62,12 +62,17 @@ class Admitted:
     #: Lease of the GPU devices of this host, or None if Ray assigns the devices. The caller must
     #: close the lease at the end of the attempt.
     devices: DeviceLease | None
+    #: True if the run starts early: other runs may still use its GPUs, and Ray starts the program
+    #: of the run when the GPUs become free.
+    is_early: bool = False
 
     def __str__(self) -> str:
-        device_text = (
-            f", GPU {format_devices(self.devices.indices)}" if self.devices is not None else ""
-        )
-        return ", ".join(self.nodes) + device_text
+        text = ", ".join(self.nodes)
+        if self.devices is not None:
+            text += f", GPU {format_devices(self.devices.indices)}"
+        if self.is_early:
+            text += ", before its GPUs are free: Ray starts the program when the GPUs become free"
+        return text
 
 
 def wait_for_gang(
@@ -245,7 +250,12 @@ class _Admission:
                 self._report_once(f"waits for a GPU: {error.strerror}")
                 await client.update_flow_run_labels(self._id, grants.no_grant_labels())
                 return None
-        return Admitted(nodes=dict(grant.nodes), cluster=grant.cluster, devices=lease)
+        return Admitted(
+            nodes=dict(grant.nodes),
+            cluster=grant.cluster,
+            devices=lease,
+            is_early=grant.is_early,
+        )
 
     async def _report_pass(self, client: PrefectClient, scheduling_pass: SchedulingPass) -> None:
         """Report the run's position and reason for waiting, if the position or the reason has

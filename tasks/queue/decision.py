@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import UUID
@@ -264,6 +264,8 @@ class SchedulingPass:
     #: Messages about problems of the scheduling pass, for example about a cluster that does not
     #: answer.
     troubles: Sequence[str] = ()
+    #: Series whose runs are short. A run of such a series may start before its GPUs are free.
+    short_series: Set[str] = frozenset()
     #: Number of GPUs that each run holds on each node: `held[flow_run_id][node_name]`.
     held: dict[UUID, Mapping[str, int]] = field(default_factory=dict, init=False)
     #: Mapping from the address of a cluster to its nodes with GPUs. The field `held` of each node
@@ -272,6 +274,8 @@ class SchedulingPass:
     #: Runs that start in this scheduling pass, in the order of their starts. Each run is paired
     #: with a mapping from node name to the number of GPUs that the run gets there.
     admitted: list[tuple[QueueEntry, Mapping[str, int]]] = field(default_factory=list, init=False)
+    #: Ids of the runs in `admitted` that start early: other runs still use their GPUs.
+    early: set[UUID] = field(default_factory=set, init=False)
     #: `devices[flow_run_id][node_name]` lists the GPU devices of a run, for each run without Ray
     #: that starts in this scheduling pass.
     devices: dict[UUID, Mapping[str, tuple[int, ...]]] = field(default_factory=dict, init=False)
@@ -410,6 +414,7 @@ class SchedulingPass:
                 (gangs[id], dict.fromkeys(node_names, gangs[id].demand.gpus_per_node))
                 for id, node_names in plans[key].admitted.items()
             ]
+            self.early.update(gangs[id].id for id in plans[key].early)
             for id, reason in plans[key].reasons.items():
                 if reason.why is Why.GPUS:
                     self.heads.setdefault(key, gangs[id].demand)
@@ -668,6 +673,7 @@ class SchedulingPass:
                     ends_at=max(self.at, ends_at),
                     is_end_assumed=is_end_assumed,
                     tags=entry.request.tags,
+                    series=entry.request.series,
                 )
             )
         return held_gangs
@@ -733,6 +739,7 @@ class SchedulingPass:
             tags=entry.request.tags,
             among=self._usable_nodes(entry),
             avoid=frozenset(failed_nodes(entry.flow_run)),
+            series=entry.request.series if entry.request.series in self.short_series else "",
         )
 
     def _usable_nodes(self, entry: QueueEntry) -> frozenset[str] | None:
@@ -832,6 +839,9 @@ def find_overgranted(
     The returned runs will lose their grants. A run with a process must keep its grant, so only runs
     without a process are returned.
 
+    A run that started early is not returned, because the scheduler has intentionally granted GPUs
+    that another run still uses.
+
     Args:
         holding: The runs that hold GPUs.
         clusters: Mapping from the address of a cluster to its snapshot.
@@ -845,7 +855,7 @@ def find_overgranted(
     granted = [
         (entry.is_scheduled and not entry.is_handed_over, entry.grant.at, entry, entry.grant)
         for entry in holding
-        if entry.grant is not None
+        if entry.grant is not None and not entry.grant.is_early
     ]
     granted.sort(key=lambda item: item[:2])
 

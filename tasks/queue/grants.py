@@ -105,6 +105,9 @@ class Grant(BaseModel):
     at: float = 0.0
     #: The process that wrote the GPU grant, or None if unknown.
     by: SchedulerProcess | None = None
+    #: True if other runs still used the GPUs at the time of the grant. Ray starts the program of
+    #: the run when the GPUs become free.
+    is_early: bool = False
 
     def __str__(self) -> str:
         return ", ".join(self.nodes) or "no node"

@@ -26,6 +26,7 @@ from pydantic import ValidationError
 
 from tasks.processes.identity import host_name
 from tasks.queue.deployment_limits import DeploymentLimit, DeploymentLimitReader
+from tasks.queue.early_start import find_series
 from tasks.queue.grants import HOST, PENDING_RESOURCES, Grant, grant_of, is_handed_over, state_of
 from tasks.queue.packing import Demand
 from tasks.queue.policy import duration_class_s
@@ -96,6 +97,8 @@ class Request:
     cluster: str = ""
     #: Tags of the flow run and of its spec, without the tags by which Muster finds processes.
     tags: frozenset[str] = frozenset()
+    #: Series of the run, from `tasks.queue.early_start`. Empty if the run must never start early.
+    series: str = ""
     #: Error in the key `gang` of the spec. Empty if there is no error.
     fault: str = ""
 
@@ -134,6 +137,7 @@ def parse_request(flow_run: FlowRun) -> Request:
         is_estimate_assumed="hours" not in gang.model_fields_set and gang.max_hours is None,
         cluster=cluster,
         tags=tags,
+        series=find_series(spec, gang, cluster),
     )
 
 

@@ -122,7 +122,8 @@ class FreeNodes:
         """Subtract the GPUs and CPUs of a run from the free resources of its nodes.
 
         Args:
-            nodes: Indexes of the nodes. Each node must have enough free GPUs and CPUs for the run.
+            nodes: Indexes of the nodes. If a node has too few free GPUs, its number of free GPUs
+                becomes negative.
             demand: GPUs and CPUs that the run needs.
         """
         gpus = demand.gpus_per_node
@@ -130,10 +131,12 @@ class FreeNodes:
         for node in nodes:
             free_before = self.gpus[node]
             free_after = free_before - gpus
-            same_free = self._nodes_by_free[free_before]
-            del same_free[bisect_left(same_free, node)]
-            insort(self._nodes_by_free[free_after], node)
-            for level in range(free_after + 1, free_before + 1):
+            if free_before >= 0:
+                same_free = self._nodes_by_free[free_before]
+                del same_free[bisect_left(same_free, node)]
+            if free_after >= 0:
+                insort(self._nodes_by_free[free_after], node)
+            for level in range(max(free_after + 1, 0), free_before + 1):
                 self._count_at_least[level] -= 1
             self.gpus[node] = free_after
             self.cpus[node] -= cpus

@@ -40,6 +40,11 @@ CLASSES_S = (
 )
 
 
+#: One run of a series may start early on each node. More runs of the series may start early if they
+#: together need at most one GPU for this number of GPUs that the series has on the node.
+_GPUS_PER_EARLY_GPU = 4
+
+
 class Quota:
     """For each tag: the number of GPUs in use, and the largest allowed number of GPUs."""
 
@@ -111,6 +116,9 @@ class Waiting:
     #: Names of nodes that the run should avoid. The run gets these nodes only if it does not fit on
     #: the other nodes.
     avoid: frozenset[str] = frozenset()
+    #: Series of the run, if the run may start before its GPUs are free. Otherwise empty. See
+    #: `tasks.queue.early_start`.
+    series: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +139,8 @@ class Held:
     is_end_assumed: bool = False
     #: Tags of the run. The total number of GPUs of all runs with a tag can have a limit.
     tags: frozenset[str] = frozenset()
+    #: Series of the run, or empty. A series contains runs that are alike.
+    series: str = ""
 
 
 class Why(Enum):
@@ -179,6 +189,8 @@ class Plan:
     admitted: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     #: Mapping from run id to the reason why the run does not start, in the order of the queue.
     reasons: Mapping[str, Reason] = field(default_factory=dict)
+    #: Ids of the runs in `admitted` that start early: other runs still use their GPUs.
+    early: frozenset[str] = frozenset()
     #: Mapping from node name to the number of free GPUs after all starts of this scheduling pass.
     free: Mapping[str, int] = field(default_factory=dict)
 
@@ -196,6 +208,8 @@ def plan(
     """Decide which runs start now and on which nodes, and why each other run waits.
 
     Runs are started in the order of the queue. The first run that does not fit is called the head.
+    If the head is a short run and belongs to a series, the head may start before its GPUs are free,
+    see `tasks.queue.early_start`. The next run is then the head.
 
     - `fifo`: No later run starts before the head. But if the head would not fit even on empty
       nodes, later runs may start.
@@ -277,6 +291,7 @@ class _Pass:
                     cpus[index] = free_cpus - held_gpus * gang.cpus_per_gpu
         self._nodes = FreeNodes(gpus, cpus)
         self._admitted: dict[str, tuple[str, ...]] = {}
+        self._early: set[str] = set()
         self._reasons: dict[str, Reason] = {}
 
     def run(self, waiting: Sequence[Waiting], policy: Policy) -> Plan:
@@ -306,7 +321,9 @@ class _Pass:
 
         free_gpus = zip(self._names, self._nodes.gpus, strict=True)
         free = {name: max(0, gpus) for name, gpus in free_gpus}
-        return Plan(admitted=self._admitted, reasons=self._reasons, free=free)
+        return Plan(
+            admitted=self._admitted, early=frozenset(self._early), reasons=self._reasons, free=free
+        )
 
     def _skip_gangs_over_limit(self, queue: Sequence[Waiting]) -> Iterator[Waiting]:
         """Yield the runs of the queue, but skip each run that would exceed a tag's limit of GPUs.
@@ -332,9 +349,41 @@ class _Pass:
         """
         for run in queue:
             nodes = self._find(run) if run.not_before <= self._now else None
+            if nodes is None and run.not_before <= self._now:
+                nodes = self._find_for_early_start(run)
+                if nodes is not None:
+                    self._early.add(run.id)
             if nodes is None:
                 return run
             self._start(run, nodes)
+        return None
+
+    def _find_for_early_start(self, run: Waiting) -> list[int] | None:
+        """Choose a node on which a run may start now, although its GPUs are not free yet.
+
+        Only a run of a series may start early, and only on a node with other runs of the series.
+        These runs are short, so the GPUs become free soon.
+
+        Returns:
+            A list with the index of the node. None if the run must wait until its GPUs are free.
+        """
+        if not run.series:
+            return None
+        gpus = run.demand.gpus_per_node
+        usable = self._find_usable_nodes(run)
+        for index, name in enumerate(self._names):
+            if name in run.avoid or (usable is not None and index not in usable):
+                continue
+            of_series = sum(
+                held.gpus.get(name, 0) for held in self._running if held.series == run.series
+            )
+            # Number of missing GPUs on the node after the start of this run. All of them must
+            # become free by the end of runs of the series whose programs already run.
+            missing = gpus - self._nodes.gpus[index]
+            running = of_series + gpus - missing
+            limit = max(gpus, of_series // _GPUS_PER_EARLY_GPU)
+            if 0 < missing <= min(limit, running):
+                return [index]
         return None
 
     def _backfill(self, queue: Iterator[Waiting], reservation: _Reservation) -> None:
@@ -415,6 +464,7 @@ class _Pass:
                 ends_at=self._now + run.estimate_s,
                 is_end_assumed=run.is_estimate_assumed,
                 tags=run.tags,
+                series=run.series,
             )
         )
 

@@ -220,7 +220,10 @@ class Scheduler:
                 if may_start(entry, gpus):
                     old_devices = entry.grant.devices if entry.grant else {}
                     devices = scheduling_pass.devices.get(entry.id) or old_devices
-                    runs_to_start.append(await self._grant(entry, gpus, devices, held_lease))
+                    is_early = entry.id in scheduling_pass.early
+                    runs_to_start.append(
+                        await self._grant(entry, gpus, devices, held_lease, is_early=is_early)
+                    )
         # Store -math.inf as the time of the last reading. The next pass then reads the queue again,
         # including the grants that this pass has written.
         self._last = scheduling_pass, decision_id, complete_read_at, -math.inf
@@ -271,6 +274,8 @@ class Scheduler:
         gpus: Mapping[str, int],
         devices: Mapping[str, tuple[int, ...]],
         held_lease: HeldLease,
+        *,
+        is_early: bool,
     ) -> QueueEntry:
         """Write the grant of a run to the server, emit an event, and return the run with its grant.
 
@@ -280,6 +285,7 @@ class Scheduler:
             devices: Mapping from node name to the numbers of the GPU devices. Empty if Ray assigns
                 the devices.
             held_lease: The scheduling lease, which must be valid during the write.
+            is_early: True if other runs still use the GPUs.
 
         Raises:
             httpx.HTTPError, PrefectException: The server did not answer.
@@ -294,6 +300,7 @@ class Scheduler:
             state_id=str(entry.state.id),
             at=now,
             by=self.process,
+            is_early=is_early,
         )
         held_lease.check()
         await self._client.update_flow_run_labels(

@@ -23,6 +23,7 @@ from tasks.processes.ending import find_holders
 from tasks.processes.identity import host_name
 from tasks.queue import grants
 from tasks.queue.decision import Refused, SchedulingPass, find_overgranted, own_settings, pool_of
+from tasks.queue.early_start import SeriesDurations, SeriesRun
 from tasks.queue.grants import SchedulerProcess
 from tasks.queue.ledger import WINDOW, Ledger, LedgerReader, Pool, QueueEntry, find_spec_fault
 from tasks.queue.nodes import Capacity, NoCapacity, explain_infeasible, mark_drained
@@ -96,6 +97,8 @@ class QueueReader:
     _set_back: dict[UUID, tuple[UUID, bool]] = field(default_factory=dict)
     #: The flow runs that the last scheduling pass read from the server. None before the first pass.
     _ledger: Ledger | None = None
+    #: Durations of the runs of each series. A series contains runs that are alike.
+    _series_durations: SeriesDurations = field(default_factory=SeriesDurations)
 
     async def run_pass(
         self,
@@ -222,9 +225,24 @@ class QueueReader:
             cancelled=cancelled,
             stuck=stuck,
             troubles=troubles,
+            short_series=self._find_short_series(ledger, now),
         )
         await self._add_refused_runs(scheduling_pass, never_refused)
         return scheduling_pass.decide()
+
+    def _find_short_series(self, ledger: Ledger, now: float) -> frozenset[str]:
+        """Return the series whose runs are short, by the durations of their last ended runs.
+
+        Args:
+            ledger: The waiting runs and the runs that hold GPUs.
+            now: Current time in UTC epoch seconds.
+        """
+        holding = {
+            entry.id: SeriesRun(series=entry.request.series, granted_at=entry.grant.at)
+            for entry in ledger.holding
+            if entry.request.series and entry.grant is not None
+        }
+        return self._series_durations.update(holding, now)
 
     def _is_silent(self, entry: QueueEntry) -> bool:
         """Return True if the process of a waiting run seems to have ended.

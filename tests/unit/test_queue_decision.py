@@ -448,6 +448,18 @@ def test_only_late_grants_are_removed() -> None:
     assert find_overgranted([*late, *others], {"": Cluster(nodes=TWO_NODES)}) == late
 
 
+def test_early_grant_is_not_removed_and_removes_no_other_grant() -> None:
+    def granted(number: int, **more: Any) -> QueueEntry:
+        grant = Grant(nodes={"n1": 8}, at=NOW + number, **more)
+        return replace(entry(flow_run(8, number=number)), grant=grant)
+
+    overgranted = find_overgranted(
+        [granted(1, is_early=True), granted(2)], {"": Cluster(nodes=TWO_NODES)}
+    )
+
+    assert overgranted == []
+
+
 def test_pools_of_one_cluster_share_queue_drains_and_smaller_limit() -> None:
     first = PoolSettings(policy="backfill", drained=("n1",), limits={"red": 8})
     other = PoolSettings(policy="fifo", drained=("n2",), limits={"red": 4, "blue": 2})
