@@ -19,7 +19,7 @@ from tasks.spec.formatting import format_count, format_minute, format_time, join
 
 #: Only runs up to this position of the queue get a message that names the first run of the queue.
 #: Otherwise every start of a run would change the messages of all waiting runs.
-MAX_POSITION_WITH_FIRST_RUN = 10
+MAX_POSITION_WITH_FIRST_RUN = 3
 
 #: Beginning of the text about free GPUs in a message. The text changes often, so `steady_part`
 #: removes it.

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 import yaml
@@ -785,6 +786,16 @@ def use_gpus(trace, part, number):
     return number
 
 
+def use_gpus_until(trace, go, number):
+    with open(trace, "a") as file:
+        file.write(f"begin {number}\\n")
+    while number > 2 and not os.path.exists(go):
+        time.sleep(0.05)
+    with open(trace, "a") as file:
+        file.write(f"end {number}\\n")
+    return number
+
+
 def hang(trace):
     subprocess.Popen(["setsid", "sleep", "4711.5"])
     with open(trace, "a") as file:
@@ -845,6 +856,93 @@ def test_steps_on_ray_take_their_gpus_from_the_queue(
     for _, event, gpus in moments:
         in_use += gpus if event == "begin" else -gpus
         assert in_use <= 16
+
+
+def start_grid_until_a_point_is_early(
+    pipelines: Pipelines, cluster: RayCluster, tmp_path: Path
+) -> tuple[Popen[bytes], str, Path]:
+    """Start a pipeline with five points, and wait until the fifth point has started early.
+
+    Each point needs a whole node, and the cluster has two nodes. The points 1 and 2 end at once.
+    The other points run until the file `go` of the pipelines exists. So the points 3 and 4 use all
+    GPUs when the fifth point starts.
+
+    Returns:
+        The process of the pipeline, the id of its flow run, and the path of the trace. The program
+        of each point appends a line to the trace at its start and at its end.
+    """
+    trace = tmp_path / "trace"
+    grid = {
+        "name": "grid",
+        "call": "steps:use_gpus_until",
+        "args": {"trace": str(trace), "go": str(pipelines.go)},
+        "resources": {"gpus": 8},
+        "matrix": {"number": [1, 2, 3, 4, 5]},
+    }
+    path = write_ray_pipeline(tmp_path / "project", grid)
+    process, flow_run_id = pipelines.start(path)
+
+    def is_early() -> bool:
+        runs = pipelines.runs(flow_run_id, "grid.5")
+        has_started = bool(runs) and runs[0]["state_type"] == "RUNNING"
+        jobs = sorted(list_open_jobs(cluster, "grid"))
+        is_waiting_in_ray = jobs == ["PENDING", "RUNNING", "RUNNING"]
+        return has_started and is_waiting_in_ray and len(read_begun(trace)) == 4
+
+    until(is_early, f"the fifth point has started:\n{pipelines.host_env.log('pipeline')}")
+    return process, flow_run_id, trace
+
+
+def read_begun(trace: Path) -> list[str]:
+    """Return the numbers of the points whose programs have begun."""
+    return [line.split()[1] for line in trace.read_text().splitlines() if line.startswith("begin")]
+
+
+def test_point_starts_early_and_its_program_begins_when_gpus_are_free(
+    ray_pipelines: Pipelines, ray_cluster: RayCluster, tmp_path: Path
+) -> None:
+    process, flow_run_id, trace = start_grid_until_a_point_is_early(
+        ray_pipelines, ray_cluster, tmp_path
+    )
+
+    ray_pipelines.go.touch()
+
+    assert process.wait(WITHIN_S) == 0, ray_pipelines.host_env.log("pipeline")
+    assert sorted(read_begun(trace)) == ["1", "2", "3", "4", "5"]
+    lines = trace.read_text().splitlines()
+    # When the fifth program began, at most one of the other programs was still running.
+    before = lines[: lines.index("begin 5")]
+    assert sum(line.startswith("end") for line in before) >= 3
+    assert ray_pipelines.runs(flow_run_id, "grid.5")[0]["state_type"] == "COMPLETED"
+
+
+def test_cancel_ends_a_point_that_waits_in_ray_for_its_gpus(
+    ray_pipelines: Pipelines, ray_cluster: RayCluster, tmp_path: Path
+) -> None:
+    process, flow_run_id, trace = start_grid_until_a_point_is_early(
+        ray_pipelines, ray_cluster, tmp_path
+    )
+
+    process.send_signal(signal.SIGINT)
+
+    assert process.wait(WITHIN_S) == 130, ray_pipelines.host_env.log("pipeline")
+    assert sorted(read_begun(trace)) == ["1", "2", "3", "4"]
+    assert list_open_jobs(ray_cluster, "grid") == []
+    states = {n: ray_pipelines.runs(flow_run_id, f"grid.{n}")[0]["state_type"] for n in (3, 4, 5)}
+    assert states == dict.fromkeys((3, 4, 5), "CANCELLED")
+
+
+def list_open_jobs(cluster: RayCluster, name: str) -> list[str]:
+    """Return the states of the jobs on a Ray cluster that belong to a stage and have not ended.
+
+    Args:
+        cluster: The Ray cluster, which is asked directly.
+        name: Name of the stage.
+    """
+    with urlopen(f"{cluster.address}/api/jobs/", timeout=WITHIN_S) as answer:
+        jobs = json.load(answer)
+    states = [job["status"] for job in jobs if str(job.get("submission_id")).startswith(f"{name}-")]
+    return [state for state in states if state in ("PENDING", "RUNNING")]
 
 
 def test_step_that_fits_no_node_is_refused_before_any_step_starts(
