@@ -62,8 +62,8 @@ class Admitted:
     #: Lease of the GPU devices of this host, or None if Ray assigns the devices. The caller must
     #: close the lease at the end of the attempt.
     devices: DeviceLease | None
-    #: True if the run starts early: other runs may still use its GPUs, and Ray starts the program
-    #: of the run when the GPUs become free.
+    #: True if the run starts early: other runs may still use the granted GPUs, and Ray starts the
+    #: program of this run when the GPUs become free.
     is_early: bool = False
 
     def __str__(self) -> str:
@@ -71,7 +71,10 @@ class Admitted:
         if self.devices is not None:
             text += f", GPU {format_devices(self.devices.indices)}"
         if self.is_early:
-            text += ", before its GPUs are free: Ray starts the program when the GPUs become free"
+            text += (
+                ", while other runs still use the GPUs. Ray starts the program of this run when "
+                "the GPUs become free"
+            )
         return text
 
 

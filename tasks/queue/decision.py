@@ -264,7 +264,8 @@ class SchedulingPass:
     #: Messages about problems of the scheduling pass, for example about a cluster that does not
     #: answer.
     troubles: Sequence[str] = ()
-    #: Series whose runs are short. A run of such a series may start before its GPUs are free.
+    #: Series whose last ended runs were short, see `tasks.queue.early_start`. The runs of these
+    #: series may start before their GPUs are free.
     short_series: Set[str] = frozenset()
     #: Number of GPUs that each run holds on each node: `held[flow_run_id][node_name]`.
     held: dict[UUID, Mapping[str, int]] = field(default_factory=dict, init=False)
@@ -274,7 +275,7 @@ class SchedulingPass:
     #: Runs that start in this scheduling pass, in the order of their starts. Each run is paired
     #: with a mapping from node name to the number of GPUs that the run gets there.
     admitted: list[tuple[QueueEntry, Mapping[str, int]]] = field(default_factory=list, init=False)
-    #: Ids of the runs in `admitted` that start early: other runs still use their GPUs.
+    #: Ids of the runs in `admitted` that start early, while other runs still use the granted GPUs.
     early: set[UUID] = field(default_factory=set, init=False)
     #: `devices[flow_run_id][node_name]` lists the GPU devices of a run, for each run without Ray
     #: that starts in this scheduling pass.
@@ -839,8 +840,8 @@ def find_overgranted(
     The returned runs will lose their grants. A run with a process must keep its grant, so only runs
     without a process are returned.
 
-    A run that started early is not returned, because the scheduler has intentionally granted GPUs
-    that another run still uses.
+    Runs that started early are ignored, because the scheduler intentionally granted them GPUs that
+    other runs still use.
 
     Args:
         holding: The runs that hold GPUs.

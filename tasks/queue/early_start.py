@@ -1,13 +1,13 @@
-"""Which runs may start early, before the GPUs that they need are free.
+"""Rules for the early start of runs, before their GPUs are free.
 
 The start of a run takes some seconds: the flow process starts, and Ray starts a process for the
 run's job. If the next point of a sweep started only after the end of an earlier point, a GPU would
 be idle during these seconds. So the queue starts a few short runs early. Ray does not start the
 program of such a run before the GPUs are free, so no two programs use the same GPU.
 
-Only runs of a series start early. A *series* contains runs that are alike: they have the same name,
-resources and Ray cluster. For example, the points of a matrix are a series. The function `plan` of
-the scheduling policy limits the number of early starts.
+Only runs of a series start early. A *series* contains all runs with the same name, number of GPUs,
+CPUs per GPU and Ray cluster. For example, the points of a sweep form a series. The function `plan`
+of the scheduling policy limits the number of early starts.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from uuid import UUID
 
 from tasks.spec.run import Gang
 
-#: A series is short if each of its last runs has held its GPUs for at most this number of seconds.
-#: For longer runs, the few seconds of a start are not important.
+#: A series is short if each of its last ended runs held GPUs for at most this number of seconds.
+#: For longer runs, a few seconds of idle GPUs do not matter.
 _SHORT_S = 300.0
-#: Number of ended runs of a series whose durations are remembered.
+#: Largest number of durations that are kept for each series.
 _REMEMBERED_RUNS = 8
 
 
@@ -35,12 +35,15 @@ def find_series(spec: Mapping[str, Any], gang: Gang, cluster: str) -> str:
         cluster: Address of the run's Ray cluster. Empty if the run does not use Ray.
 
     Returns:
-        Empty if the run must never start early. That is the case in each of these cases:
+        A text such as `grid, 1 x 3 CPUs, http://ray:8265`. An empty string if the run must never
+        start early, that is, if one of these conditions holds:
 
-        - The run does not consist of one Ray job whose driver takes all GPUs of the run. Ray
-          reserves GPUs before the start of a program only for the driver of a job.
-        - The spec contains a rule for the node of the driver, which the grant does not know.
-        - The run has a time limit, which would also count the time before the GPUs are free.
+        - The run has other components than a single Ray job, or the driver of the job does not take
+          all GPUs of the run. Ray starts a driver only when the driver's own GPUs are free. Actors
+          and tasks request their GPUs only after the driver has started.
+        - The spec restricts the node of the driver. So Ray may choose another node than the granted
+          node.
+        - The run has a time limit. The limit would include the wait for the GPUs.
     """
     components = spec.get("components")
     ray = spec.get("ray")
@@ -60,7 +63,7 @@ def find_series(spec: Mapping[str, Any], gang: Gang, cluster: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeriesRun:
-    """A run of a series that holds GPUs."""
+    """A run that belongs to a series and holds GPUs."""
 
     #: Series of the run, from `find_series`.
     series: str
@@ -72,21 +75,21 @@ class SeriesRun:
 class SeriesDurations:
     """Measures how long the runs of each series hold their GPUs.
 
-    A new object knows no durations, for example after a restart of the worker. It then learns them
-    from the next runs that end.
+    A new object has no durations. So after a restart of the worker, no series is short until one of
+    its runs has ended.
     """
 
-    #: Mapping from series to the durations of its last ended runs, in seconds.
+    #: Mapping from series to the durations, in seconds, of the last ended runs of the series.
     _durations_s: dict[str, list[float]] = field(default_factory=dict)
-    #: The runs that held GPUs at the last call of `update`, by flow run id.
+    #: The runs that held GPUs at the previous call of `update`, by flow run id.
     _holding: Mapping[UUID, SeriesRun] = field(default_factory=dict)
 
     def update(self, holding: Mapping[UUID, SeriesRun], now: float) -> frozenset[str]:
         """Record which runs hold GPUs now, and return the series whose runs are short.
 
         Args:
-            holding: The runs of all series that hold GPUs now, by flow run id. A run that is no
-                longer in this mapping has ended.
+            holding: All runs that belong to a series and hold GPUs now, by flow run id. A run that
+                was in the mapping of the previous call, but not in this one, has ended.
             now: Current time in UTC epoch seconds.
         """
         for run in self._find_ended(holding):
@@ -101,5 +104,5 @@ class SeriesDurations:
         )
 
     def _find_ended(self, holding: Mapping[UUID, SeriesRun]) -> Iterable[SeriesRun]:
-        """Return the runs that held GPUs at the last call of `update`, and hold none now."""
+        """Return the runs that held GPUs at the previous call of `update`, but hold none now."""
         return [run for id, run in self._holding.items() if id not in holding]

@@ -106,7 +106,7 @@ class Grant(BaseModel):
     #: The process that wrote the GPU grant, or None if unknown.
     by: SchedulerProcess | None = None
     #: True if other runs still used the GPUs at the time of the grant. Ray starts the program of
-    #: the run when the GPUs become free.
+    #: the granted run when the GPUs become free.
     is_early: bool = False
 
     def __str__(self) -> str:

@@ -97,7 +97,7 @@ class Request:
     cluster: str = ""
     #: Tags of the flow run and of its spec, without the tags by which Muster finds processes.
     tags: frozenset[str] = frozenset()
-    #: Series of the run, from `tasks.queue.early_start`. Empty if the run must never start early.
+    #: Series of the run, as returned by `find_series`. Empty if the run must never start early.
     series: str = ""
     #: Error in the key `gang` of the spec. Empty if there is no error.
     fault: str = ""

@@ -122,8 +122,8 @@ class FreeNodes:
         """Subtract the GPUs and CPUs of a run from the free resources of its nodes.
 
         Args:
-            nodes: Indexes of the nodes. If a node has too few free GPUs, its number of free GPUs
-                becomes negative.
+            nodes: Indexes of the nodes. The number of free GPUs or CPUs of a node becomes negative
+                if the run needs more than the node has free.
             demand: GPUs and CPUs that the run needs.
         """
         gpus = demand.gpus_per_node

@@ -40,8 +40,9 @@ CLASSES_S = (
 )
 
 
-#: One run of a series may start early on each node. More runs of the series may start early if they
-#: together need at most one GPU for this number of GPUs that the series has on the node.
+#: On each node, one run of a series may start early. Further runs may start early if the number of
+#: GPUs that the node then lacks, times this factor, is at most the number of GPUs that the series
+#: holds on the node.
 _GPUS_PER_EARLY_GPU = 4
 
 
@@ -116,8 +117,8 @@ class Waiting:
     #: Names of nodes that the run should avoid. The run gets these nodes only if it does not fit on
     #: the other nodes.
     avoid: frozenset[str] = frozenset()
-    #: Series of the run, if the run may start before its GPUs are free. Otherwise empty. See
-    #: `tasks.queue.early_start`.
+    #: Series of the run, see `tasks.queue.early_start`. Empty if the run must not start early, for
+    #: example because the runs of its series are not short.
     series: str = ""
 
 
@@ -139,7 +140,7 @@ class Held:
     is_end_assumed: bool = False
     #: Tags of the run. The total number of GPUs of all runs with a tag can have a limit.
     tags: frozenset[str] = frozenset()
-    #: Series of the run, or empty. A series contains runs that are alike.
+    #: Series of the run, see `tasks.queue.early_start`. Empty if the run belongs to no series.
     series: str = ""
 
 
@@ -189,7 +190,7 @@ class Plan:
     admitted: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     #: Mapping from run id to the reason why the run does not start, in the order of the queue.
     reasons: Mapping[str, Reason] = field(default_factory=dict)
-    #: Ids of the runs in `admitted` that start early: other runs still use their GPUs.
+    #: Ids of the runs in `admitted` that start early, while other runs still use the granted GPUs.
     early: frozenset[str] = frozenset()
     #: Mapping from node name to the number of free GPUs after all starts of this scheduling pass.
     free: Mapping[str, int] = field(default_factory=dict)
@@ -208,8 +209,8 @@ def plan(
     """Decide which runs start now and on which nodes, and why each other run waits.
 
     Runs are started in the order of the queue. The first run that does not fit is called the head.
-    If the head is a short run and belongs to a series, the head may start before its GPUs are free,
-    see `tasks.queue.early_start`. The next run is then the head.
+    But if this run belongs to a series of short runs, it may start before its GPUs are free, see
+    `tasks.queue.early_start`. The head is then the first later run that cannot start at all.
 
     - `fifo`: No later run starts before the head. But if the head would not fit even on empty
       nodes, later runs may start.
@@ -359,10 +360,10 @@ class _Pass:
         return None
 
     def _find_for_early_start(self, run: Waiting) -> list[int] | None:
-        """Choose a node on which a run may start now, although its GPUs are not free yet.
+        """Choose a node for the early start of a run, before enough GPUs of the node are free.
 
-        Only a run of a series may start early, and only on a node with other runs of the series.
-        These runs are short, so the GPUs become free soon.
+        A run may start early only if its series is short, and only on a node on which other runs of
+        the series hold GPUs. These other runs are short, so their GPUs become free soon.
 
         Returns:
             A list with the index of the node. None if the run must wait until its GPUs are free.
@@ -374,15 +375,16 @@ class _Pass:
         for index, name in enumerate(self._names):
             if name in run.avoid or (usable is not None and index not in usable):
                 continue
-            of_series = sum(
+            held_by_series = sum(
                 held.gpus.get(name, 0) for held in self._running if held.series == run.series
             )
-            # Number of missing GPUs on the node after the start of this run. All of them must
-            # become free by the end of runs of the series whose programs already run.
-            missing = gpus - self._nodes.gpus[index]
-            running = of_series + gpus - missing
-            limit = max(gpus, of_series // _GPUS_PER_EARLY_GPU)
-            if 0 < missing <= min(limit, running):
+            # Number of GPUs that the node lacked before this run, because of earlier early starts.
+            lacked_before = max(0, -self._nodes.gpus[index])
+            # Number of GPUs that the node lacks if this run starts, too. The runs of the series
+            # that already use GPUs must free at least this number of GPUs at their end.
+            lacks = gpus - self._nodes.gpus[index]
+            limit = max(gpus, held_by_series // _GPUS_PER_EARLY_GPU)
+            if 0 < lacks <= min(limit, held_by_series - lacked_before):
                 return [index]
         return None
 

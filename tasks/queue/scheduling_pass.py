@@ -97,7 +97,7 @@ class QueueReader:
     _set_back: dict[UUID, tuple[UUID, bool]] = field(default_factory=dict)
     #: The flow runs that the last scheduling pass read from the server. None before the first pass.
     _ledger: Ledger | None = None
-    #: Durations of the runs of each series. A series contains runs that are alike.
+    #: Durations of the last runs of each series, see `tasks.queue.early_start`.
     _series_durations: SeriesDurations = field(default_factory=SeriesDurations)
 
     async def run_pass(
@@ -225,13 +225,13 @@ class QueueReader:
             cancelled=cancelled,
             stuck=stuck,
             troubles=troubles,
-            short_series=self._find_short_series(ledger, now),
+            short_series=self._update_short_series(ledger, now),
         )
         await self._add_refused_runs(scheduling_pass, never_refused)
         return scheduling_pass.decide()
 
-    def _find_short_series(self, ledger: Ledger, now: float) -> frozenset[str]:
-        """Return the series whose runs are short, by the durations of their last ended runs.
+    def _update_short_series(self, ledger: Ledger, now: float) -> frozenset[str]:
+        """Record which runs hold GPUs, and return the series whose last ended runs were short.
 
         Args:
             ledger: The waiting runs and the runs that hold GPUs.

@@ -37,7 +37,6 @@ from tasks.ray.submit import STRAGGLERS_S, Submitter
 from tasks.record.events import Emit
 from tasks.record.outcome import ComponentFailed, GiveUpReason
 from tasks.spec.failure_kinds import FailureKind
-from tasks.spec.formatting import join_words
 
 _log = logging.getLogger(__name__)
 
@@ -640,14 +639,6 @@ class RayJob(RunningComponent):
 
     def _never_started(self) -> GiveUpReason:
         """Return the reason for giving up a job that was pending for too long."""
-        if self._job.is_early:
-            message = (
-                f"the run started before its GPUs were free, and the GPUs of "
-                f"{join_words(self._job.nodes)} did not become free within "
-                f"{self._job.start_within_s:g} s. The run returns to the queue"
-            )
-            kind = FailureKind.INSUFFICIENT_RESOURCES
-            return GiveUpReason(kind=kind, rule="early-start", message=message)
         cluster_message = self._state.message if self._state else ""
         reason = " ".join(cluster_message.split())[:500]
         limit_s = self._job.start_within_s

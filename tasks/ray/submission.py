@@ -58,9 +58,6 @@ class JobPlan:
     #: Names of the nodes that Muster's queue has granted to the run. Empty if the queue has granted
     #: no nodes.
     nodes: Collection[str] = ()
-    #: True if other runs may still use the GPUs that the queue has granted to the run. The job is
-    #: then pending until Ray can give the GPUs to the driver.
-    is_early: bool = False
     #: Number of GPUs that the actors and tasks of the job must take together. 0 if the job needs no
     #: GPU.
     gpus: float = 0

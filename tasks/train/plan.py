@@ -261,7 +261,6 @@ class PlanInputs:
             entrypoint_gpus=ray.entrypoint_gpus,
             entrypoint_memory_bytes=round((ray.entrypoint_memory_gib or 0) * (1 << 30)) or None,
             nodes=self.grant.nodes if self.grant is not None else (),
-            is_early=self.grant is not None and self.grant.is_early,
             gpus=gpus,
             start_within_s=ray.start_within_s,
             submission_file=submission_file(self.place, name, is_only=is_only_job),
@@ -311,9 +310,6 @@ class GpuGrant:
     devices: tuple[int, ...] = ()
     #: Vendor of the devices: nvidia, amd or ascend.
     kind: str = "nvidia"
-    #: True if other runs may still use the GPUs. Ray starts the program of the run when the GPUs
-    #: become free.
-    is_early: bool = False
 
     def env(self, spec: RunSpec, name: str) -> dict[str, str]:
         """Return environment variables with the nodes and devices that a component may use.

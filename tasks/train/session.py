@@ -349,9 +349,7 @@ class RunSession:
         """
         self._secrets.set_blocks(block_values)
 
-    def accept_grant(
-        self, nodes: Mapping[str, int], lease: DeviceLease | None, *, is_early: bool = False
-    ) -> None:
+    def accept_grant(self, nodes: Mapping[str, int], lease: DeviceLease | None) -> None:
         """Store the GPUs that the queue granted for the next attempt.
 
         The GPUs are released at the end of that attempt.
@@ -359,13 +357,12 @@ class RunSession:
         Args:
             nodes: Mapping from the name of each node to the number of granted GPUs.
             lease: The granted devices of this machine. None if Ray assigns the devices.
-            is_early: True if other runs may still use the GPUs.
         """
         self._device_lease = lease
         if lease is not None:
             self.grant = GpuGrant(nodes=nodes, devices=lease.indices, kind=lease.kind)
         else:
-            self.grant = GpuGrant(nodes=nodes, is_early=is_early)
+            self.grant = GpuGrant(nodes=nodes)
 
     def plan_resume(self) -> ResumePlan:
         """Choose the checkpoint from which the next attempt starts.

@@ -189,7 +189,7 @@ def admit(run: RunSession) -> State[None]:
         )
     match outcome:
         case Admitted():
-            run.accept_grant(outcome.nodes, outcome.devices, is_early=outcome.is_early)
+            run.accept_grant(outcome.nodes, outcome.devices)
             run.ray_address = outcome.cluster
             return Completed(message=f"admitted on {outcome}")
         case Refused():

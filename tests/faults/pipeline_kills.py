@@ -47,8 +47,10 @@ from tests.support.ray_cluster import RAY_ENV, RayCluster
 from tests.support.supervised_components import becomes_true, processes_with
 
 TARGETS = ("pipeline", "worker", "server", "ray")
-#: Number of parameter combinations for the step `grid`. Each combination is a separate run.
-_POINTS = 3
+#: Number of points of the step `grid`: combinations of parameters, each with a run of its own. Each
+#: point needs all GPUs of a node. There are more points than nodes, so some points wait for GPUs,
+#: and some start early.
+_POINTS = 6
 #: Time limit of one pipeline, in seconds.
 _ENDS_WITHIN_S = 900.0
 #: After the end of a pipeline, its processes must be gone within this number of seconds.
@@ -152,14 +154,13 @@ class Stage:
                 "name": "grid",
                 **step,
                 "needs": ["prepare"],
-                "resources": {"gpus": 4},
+                "resources": {"gpus": 8},
                 "args": {
                     "trace": trace,
                     "name": "grid",
                     "value": "${stage.prepare.result.score}",
                 },
                 "matrix": {"number": [*range(1, _POINTS + 1)]},
-                "at_most": 2,
                 "best": {"by": "score"},
             },
             {

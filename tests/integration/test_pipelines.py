@@ -858,14 +858,14 @@ def test_steps_on_ray_take_their_gpus_from_the_queue(
         assert in_use <= 16
 
 
-def start_grid_until_a_point_is_early(
+def start_grid_and_wait_for_early_point(
     pipelines: Pipelines, cluster: RayCluster, tmp_path: Path
 ) -> tuple[Popen[bytes], str, Path]:
     """Start a pipeline with five points, and wait until the fifth point has started early.
 
-    Each point needs a whole node, and the cluster has two nodes. The points 1 and 2 end at once.
-    The other points run until the file `go` of the pipelines exists. So the points 3 and 4 use all
-    GPUs when the fifth point starts.
+    Each point needs a whole node, and the cluster has two nodes. Points 1 and 2 end immediately.
+    The other points run until the test creates the file `pipelines.go`. So points 3 and 4 use all
+    GPUs when point 5 starts.
 
     Returns:
         The process of the pipeline, the id of its flow run, and the path of the trace. The program
@@ -887,30 +887,30 @@ def start_grid_until_a_point_is_early(
         has_started = bool(runs) and runs[0]["state_type"] == "RUNNING"
         jobs = sorted(list_open_jobs(cluster, "grid"))
         is_waiting_in_ray = jobs == ["PENDING", "RUNNING", "RUNNING"]
-        return has_started and is_waiting_in_ray and len(read_begun(trace)) == 4
+        return has_started and is_waiting_in_ray and len(read_started_points(trace)) == 4
 
     until(is_early, f"the fifth point has started:\n{pipelines.host_env.log('pipeline')}")
     return process, flow_run_id, trace
 
 
-def read_begun(trace: Path) -> list[str]:
-    """Return the numbers of the points whose programs have begun."""
+def read_started_points(trace: Path) -> list[str]:
+    """Return the numbers of the points whose programs have started."""
     return [line.split()[1] for line in trace.read_text().splitlines() if line.startswith("begin")]
 
 
 def test_point_starts_early_and_its_program_begins_when_gpus_are_free(
     ray_pipelines: Pipelines, ray_cluster: RayCluster, tmp_path: Path
 ) -> None:
-    process, flow_run_id, trace = start_grid_until_a_point_is_early(
+    process, flow_run_id, trace = start_grid_and_wait_for_early_point(
         ray_pipelines, ray_cluster, tmp_path
     )
 
     ray_pipelines.go.touch()
 
     assert process.wait(WITHIN_S) == 0, ray_pipelines.host_env.log("pipeline")
-    assert sorted(read_begun(trace)) == ["1", "2", "3", "4", "5"]
+    assert sorted(read_started_points(trace)) == ["1", "2", "3", "4", "5"]
     lines = trace.read_text().splitlines()
-    # When the fifth program began, at most one of the other programs was still running.
+    # When the program of point 5 started, at most one other point was still running.
     before = lines[: lines.index("begin 5")]
     assert sum(line.startswith("end") for line in before) >= 3
     assert ray_pipelines.runs(flow_run_id, "grid.5")[0]["state_type"] == "COMPLETED"
@@ -919,28 +919,28 @@ def test_point_starts_early_and_its_program_begins_when_gpus_are_free(
 def test_cancel_ends_a_point_that_waits_in_ray_for_its_gpus(
     ray_pipelines: Pipelines, ray_cluster: RayCluster, tmp_path: Path
 ) -> None:
-    process, flow_run_id, trace = start_grid_until_a_point_is_early(
+    process, flow_run_id, trace = start_grid_and_wait_for_early_point(
         ray_pipelines, ray_cluster, tmp_path
     )
 
     process.send_signal(signal.SIGINT)
 
     assert process.wait(WITHIN_S) == 130, ray_pipelines.host_env.log("pipeline")
-    assert sorted(read_begun(trace)) == ["1", "2", "3", "4"]
+    assert sorted(read_started_points(trace)) == ["1", "2", "3", "4"]
     assert list_open_jobs(ray_cluster, "grid") == []
     states = {n: ray_pipelines.runs(flow_run_id, f"grid.{n}")[0]["state_type"] for n in (3, 4, 5)}
     assert states == dict.fromkeys((3, 4, 5), "CANCELLED")
 
 
 def list_open_jobs(cluster: RayCluster, name: str) -> list[str]:
-    """Return the states of the jobs on a Ray cluster that belong to a stage and have not ended.
+    """Return the states of a stage's jobs on a Ray cluster, without ended jobs.
 
     Args:
-        cluster: The Ray cluster, which is asked directly.
+        cluster: The Ray cluster. The jobs are read from its own API, not from Muster.
         name: Name of the stage.
     """
-    with urlopen(f"{cluster.address}/api/jobs/", timeout=WITHIN_S) as answer:
-        jobs = json.load(answer)
+    with urlopen(f"{cluster.address}/api/jobs/", timeout=WITHIN_S) as response:
+        jobs = json.load(response)
     states = [job["status"] for job in jobs if str(job.get("submission_id")).startswith(f"{name}-")]
     return [state for state in states if state in ("PENDING", "RUNNING")]
 

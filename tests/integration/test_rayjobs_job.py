@@ -296,32 +296,6 @@ async def test_pending_job_can_be_ended_and_obeys_its_start_deadline(jobs: Jobs)
         assert state is not None and state.is_final
 
 
-async def test_run_returns_to_the_queue_if_its_gpus_do_not_become_free_after_an_early_start(
-    jobs: Jobs,
-) -> None:
-    plan = jobs.plan(
-        "sleep",
-        "3600",
-        entrypoint_resources={"nowhere": 1},
-        start_within_s=1.5,
-        is_early=True,
-        nodes=("n1",),
-    )
-    job = jobs.job(plan)
-
-    with pytest.raises(ComponentFailed) as failed:
-        await job.launch()
-        await job.until_running()
-    leftovers = await job.end()
-
-    reason = failed.value.reason
-    assert reason.kind is FailureKind.INSUFFICIENT_RESOURCES
-    assert "n1 did not become free within 1.5 s" in reason.message
-    assert leftovers == ()
-    state = await jobs.state_of(plan)
-    assert state is not None and state.is_final
-
-
 @pytest.mark.thorough
 async def test_second_process_attaches_without_a_gap_or_a_repetition_in_the_log(jobs: Jobs) -> None:
     program = (

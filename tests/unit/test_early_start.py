@@ -20,7 +20,7 @@ RAY = "http://ray:8265"
 NODE = ClusterNode(name="a", gpus=8)
 
 
-def wait_in_line(count: int, *, gpus: int = 1, series: str = "grid") -> list[Waiting]:
+def make_waiting_runs(count: int, *, gpus: int = 1, series: str = "grid") -> list[Waiting]:
     """Return waiting runs `w0`, `w1`, ... of a series, in the order of the queue."""
     demand = Demand(nodes=1, gpus_per_node=gpus, cpus_per_gpu=1)
     return [
@@ -29,7 +29,7 @@ def wait_in_line(count: int, *, gpus: int = 1, series: str = "grid") -> list[Wai
     ]
 
 
-def run_on(node: str, count: int, *, gpus: int = 1, series: str = "grid") -> list[Held]:
+def make_active_runs(node: str, count: int, *, gpus: int = 1, series: str = "grid") -> list[Held]:
     """Return runs of a series that hold GPUs of a node."""
     return [
         Held(
@@ -48,11 +48,11 @@ def run_on(node: str, count: int, *, gpus: int = 1, series: str = "grid") -> lis
     ("gpus_of_node", "gpus_of_run", "expected"),
     [(1, 1, 1), (2, 1, 1), (4, 1, 1), (8, 1, 2), (8, 2, 1), (8, 8, 1), (16, 2, 2)],
 )
-def test_few_runs_of_a_short_series_start_on_a_full_node(
+def test_limited_number_of_short_runs_starts_early_on_a_full_node(
     gpus_of_node: int, gpus_of_run: int, expected: int
 ) -> None:
-    running = run_on("a", gpus_of_node // gpus_of_run, gpus=gpus_of_run)
-    waiting = wait_in_line(5, gpus=gpus_of_run)
+    running = make_active_runs("a", gpus_of_node // gpus_of_run, gpus=gpus_of_run)
+    waiting = make_waiting_runs(5, gpus=gpus_of_run)
 
     decisions = plan(waiting, running, [replace(NODE, gpus=gpus_of_node)], NOW)
 
@@ -63,16 +63,16 @@ def test_few_runs_of_a_short_series_start_on_a_full_node(
     assert decisions.free == {"a": 0}
 
 
-def test_early_runs_are_counted_in_the_next_pass() -> None:
-    held = run_on("a", 10)
+def test_early_runs_of_earlier_passes_count_against_the_limit() -> None:
+    held = make_active_runs("a", 10)
 
-    decisions = plan(wait_in_line(3), held, [NODE], NOW)
+    decisions = plan(make_waiting_runs(3), held, [NODE], NOW)
 
     assert decisions.admitted == {}
 
 
 def test_run_that_fits_does_not_count_as_an_early_start() -> None:
-    decisions = plan(wait_in_line(2), run_on("a", 7), [NODE], NOW)
+    decisions = plan(make_waiting_runs(2), make_active_runs("a", 7), [NODE], NOW)
 
     assert list(decisions.admitted) == ["w0", "w1"]
     assert decisions.early == frozenset({"w1"})
@@ -82,36 +82,44 @@ def test_run_that_fits_does_not_count_as_an_early_start() -> None:
     ("waiting", "held", "node"),
     [
         # the run does not belong to a short series
-        (wait_in_line(1, series=""), run_on("a", 8), NODE),
+        (make_waiting_runs(1, series=""), make_active_runs("a", 8), NODE),
         # another series uses the node, and its runs may be long
-        (wait_in_line(1), run_on("a", 8, series="other"), NODE),
-        # the GPUs of the node will not be enough for the run, even after the end of the series
-        (wait_in_line(1, gpus=4), [*run_on("a", 2), *run_on("a", 6, series="other")], NODE),
+        (make_waiting_runs(1), make_active_runs("a", 8, series="other"), NODE),
+        # even after all runs of the series on the node have ended, the node has too few free GPUs
+        (
+            make_waiting_runs(1, gpus=4),
+            [*make_active_runs("a", 2), *make_active_runs("a", 6, series="other")],
+            NODE,
+        ),
+        # a short run would wait for another series, whose runs may be long
+        (make_waiting_runs(1, gpus=4), make_active_runs("a", 6, series="other"), NODE),
         # no run starts on a drained node
-        (wait_in_line(1), run_on("a", 8), replace(NODE, is_drained=True)),
-        # another program has taken GPUs that runs of the series were granted
-        (wait_in_line(1), run_on("a", 8), replace(NODE, others_gpus=2)),
-        # GPUs are free, and CPUs are missing
-        (wait_in_line(1), run_on("a", 7), replace(NODE, cpus=7)),
+        (make_waiting_runs(1), make_active_runs("a", 8), replace(NODE, is_drained=True)),
+        # another program uses GPUs that were granted to runs of the series
+        (make_waiting_runs(1), make_active_runs("a", 8), replace(NODE, others_gpus=2)),
+        # a GPU is free, but no CPU
+        (make_waiting_runs(1), make_active_runs("a", 7), replace(NODE, cpus=7)),
     ],
 )
-def test_run_waits_for_free_gpus(
+def test_run_does_not_start_early(
     waiting: list[Waiting], held: list[Held], node: ClusterNode
 ) -> None:
     assert plan(waiting, held, [node], NOW).admitted == {}
 
 
-def test_no_run_starts_early_before_an_earlier_run_of_the_queue() -> None:
-    first = replace(wait_in_line(1, gpus=8, series="")[0], id="first", place=(0, 0))
+def test_early_start_does_not_pass_the_first_run_of_the_queue() -> None:
+    first = replace(make_waiting_runs(1, gpus=8, series="")[0], id="first", place=(0, 0))
 
     for policy in ("fifo", "backfill"):
-        decisions = plan([first, *wait_in_line(2)], run_on("a", 8), [NODE], NOW, policy=policy)
+        decisions = plan(
+            [first, *make_waiting_runs(2)], make_active_runs("a", 8), [NODE], NOW, policy=policy
+        )
         assert decisions.admitted == {}
 
 
-def test_early_start_respects_nodes_to_avoid_and_requeue_delays_and_tag_limits() -> None:
-    [run] = wait_in_line(1)
-    held = run_on("a", 8)
+def test_early_start_respects_node_choice_requeue_delay_and_tag_limit() -> None:
+    [run] = make_waiting_runs(1)
+    held = make_active_runs("a", 8)
 
     avoided = plan([replace(run, avoid=frozenset("a"))], held, [NODE], NOW)
     not_allowed = plan([replace(run, among=frozenset("b"))], held, [NODE], NOW)
@@ -119,13 +127,19 @@ def test_early_start_respects_nodes_to_avoid_and_requeue_delays_and_tag_limits()
     tagged = [replace(gang, tags=frozenset({"red"})) for gang in held]
     limited = plan([replace(run, tags=frozenset({"red"}))], tagged, [NODE], NOW, limits={"red": 8})
 
-    assert [p.admitted for p in (avoided, not_allowed, delayed, limited)] == [{}] * 4
+    assert [decisions.admitted for decisions in (avoided, not_allowed, delayed, limited)] == [
+        {}
+    ] * 4
 
 
-def spec_of_step(**more: Any) -> dict[str, Any]:
-    """Return the run spec of a point of a matrix whose step needs a GPU."""
+def spec_of_step(**changes: Any) -> dict[str, Any]:
+    """Return the run spec of one point of a matrix step that needs one GPU.
+
+    Args:
+        **changes: Keys of the step that replace or extend its usual keys.
+    """
     stage = {"name": "grid", "command": ["python", "point.py"], "resources": {"gpus": 1}}
-    return build_run_spec(stage | more, ray_address=RAY)
+    return build_run_spec(stage | changes, ray_address=RAY)
 
 
 def test_points_of_a_matrix_are_a_series() -> None:
@@ -140,18 +154,19 @@ def test_points_of_a_matrix_are_a_series() -> None:
 @pytest.mark.parametrize(
     ("spec", "gang", "cluster"),
     [
-        # Ray does not know of the GPUs before the program of the driver asks for them
+        # the driver does not take all GPUs of the run
         ({"ray": {}}, {"gpus_per_node": 1}, RAY),
         ({}, {"gpus_per_node": 2}, RAY),
         ({}, {"gpus_per_node": 1, "nodes": 2}, RAY),
         # no Ray
         ({}, {"gpus_per_node": 1}, ""),
-        # several programs
+        # several components
         (
             {"components": {"a": {"launcher": "ray_job"}, "b": {"launcher": "ray_job"}}},
             {"gpus_per_node": 1},
             RAY,
         ),
+        # no Ray job
         ({"components": {"a": {"launcher": "process"}}}, {"gpus_per_node": 1}, RAY),
         # the spec chooses the node
         (
@@ -162,28 +177,28 @@ def test_points_of_a_matrix_are_a_series() -> None:
         # a time limit
         ({"timeout_s": 60}, {"gpus_per_node": 1}, RAY),
         ({}, {"gpus_per_node": 1, "max_hours": 1}, RAY),
-        # invalid content
+        # invalid spec
         ({"components": "a", "ray": "b"}, {"gpus_per_node": 1}, RAY),
         ({"components": {"a": None}}, {"gpus_per_node": 1}, RAY),
     ],
 )
-def test_other_runs_belong_to_no_series(
+def test_run_that_must_never_start_early_belongs_to_no_series(
     spec: dict[str, Any], gang: dict[str, Any], cluster: str
 ) -> None:
     assert find_series(spec_of_step() | spec, Gang(**gang), cluster) == ""
 
 
-def test_series_is_short_while_all_its_last_runs_were_short() -> None:
+def test_series_is_short_if_its_last_eight_runs_were_short() -> None:
     durations = SeriesDurations()
-    found = []
+    short_series = []
     now = 0.0
     for number, duration_s in enumerate([20, 30, 400, *[10] * 8]):
         run = SeriesRun(series="grid", granted_at=now)
-        found.append(durations.update({UUID(int=number): run}, now))
+        short_series.append(durations.update({UUID(int=number): run}, now))
         now += duration_s
-    found.append(durations.update({}, now))
+    short_series.append(durations.update({}, now))
 
     short = frozenset({"grid"})
-    # The first run has not ended in the first call. The third run is long, and it is forgotten
-    # after eight further runs.
-    assert found == [frozenset(), short, short, *[frozenset()] * 8, short]
+    # At the first call, no run has ended. The third run is long. Its duration is dropped after
+    # eight further runs.
+    assert short_series == [frozenset(), short, short, *[frozenset()] * 8, short]

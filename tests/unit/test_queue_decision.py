@@ -448,7 +448,7 @@ def test_only_late_grants_are_removed() -> None:
     assert find_overgranted([*late, *others], {"": Cluster(nodes=TWO_NODES)}) == late
 
 
-def test_early_grant_is_not_removed_and_removes_no_other_grant() -> None:
+def test_early_grant_is_kept_and_does_not_make_a_later_grant_void() -> None:
     def granted(number: int, **more: Any) -> QueueEntry:
         grant = Grant(nodes={"n1": 8}, at=NOW + number, **more)
         return replace(entry(flow_run(8, number=number)), grant=grant)
