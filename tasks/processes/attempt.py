@@ -1192,7 +1192,9 @@ class SupervisedAttempt:
             return
         if required is not None and not is_finished:
             reached = (
-                "no step of the training is known" if step is None else f"step {step:g} was reached"
+                "no step of the training is known"
+                if step is None
+                else f"only step {step:g} was reached"
             )
             message = (
                 f"{component} ended with exit code 0, but {reached}: "

@@ -305,6 +305,22 @@ async def test_exit_zero_without_the_required_step_is_a_failure(begin: MakeAttem
     )
 
 
+async def test_exit_zero_before_the_required_step_says_that_only_an_earlier_step_was_reached(
+    begin: MakeAttempt, tmp_path: Path
+) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    attempt = await begin(NO_STEP, trainer="complete")
+    metrics.write_text('{"step": 12}\n')
+
+    process("trainer").ends(1.0, code=0)
+    verdict = await verdict_of(attempt)
+
+    assert (
+        "exit code 0, but only step 12 was reached: `success` in the spec requires step 60"
+        in verdict.message
+    )
+
+
 @pytest.mark.parametrize(
     ("line", "remedy"),
     [
