@@ -57,6 +57,7 @@ from tasks.processes.progress import (
 from tasks.processes.registry import RunRegistration
 from tasks.processes.start_errors import describe_start_error
 from tasks.processes.time_to_save import TimeToSave
+from tasks.record.advice import advise_unexplained_exit
 from tasks.record.causes import Cause, Role, find_cause, last_lines
 from tasks.record.events import Emit
 from tasks.record.log_bound import LogBound
@@ -284,9 +285,12 @@ def make_failure(
             line = ""
         if cause is not None and cause.rule.role is Role.WRAPPER:
             line = ""
-        if not hint or (cause is not None and cause.rule.role is Role.WRAPPER):
-            process = first_rank.short_name
-            hint = f"To find the reason, read the last log lines of {process}."
+        is_wrapper = cause is not None and cause.rule.role is Role.WRAPPER
+        if not cause_line and (not hint or is_wrapper):
+            # If `cause_line` is not empty, the message already names the reason. So do not send the
+            # user to the log for the reason.
+            is_unexplained = cause is None or is_wrapper
+            hint = _advise_about_rank(first_rank, is_unexplained=is_unexplained)
         elif first_rank.alive and kind is FailureKind.COLLECTIVE_TIMEOUT:
             waited_for = join_words([f"rank {rank}" for rank in first_rank.alive])
             hint = (
@@ -452,6 +456,20 @@ def _make_exit_hint(exit: Exit) -> str:
     if shell_signal is None:
         return ""
     return f"{_describe_shell_code(exit)} {_SIGNAL_HINTS.get(shell_signal, '')}".rstrip()
+
+
+def _advise_about_rank(first_rank: RankFailure, *, is_unexplained: bool) -> str:
+    """Return advice about the first failed process, if the message does not name the reason.
+
+    Args:
+        first_rank: The first failed process of the component.
+        is_unexplained: True if Muster found no error message of the process in the log.
+    """
+    process = first_rank.short_name
+    code = first_rank.exit_code
+    if is_unexplained and code is not None and code >= 0:
+        return advise_unexplained_exit(process, code)
+    return f"To find the reason, read the last log lines of {process}."
 
 
 def _advise_early_exit(name: str, step: float | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from tasks.record.advice import advise_by_log
 from tasks.record.final_record import FLOW_LOST
 from tasks.record.outcome import Failure
 from tasks.record.places import RunPlace
@@ -58,7 +59,7 @@ def list_facts(
 
     # Give the general advice, such as "start the run again", only after the last attempt.
     # After every other attempt, Muster itself starts the next attempt.
-    general_remedy = failure.kind.properties.remedy if attempt.is_last else ""
+    general_remedy = advise_by_log(failure) if attempt.is_last else ""
     remedy = failure.hint or general_remedy
     if failure.rule == FLOW_LOST and attempt.is_last:
         subject = "The next attempt"

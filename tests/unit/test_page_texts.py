@@ -145,7 +145,7 @@ def test_summary_of_a_failed_run_gives_cause_log_and_next_step() -> None:
     for text in (
         "exit code 1, pid 8, 3.1 s after its start",
         "RUNTIME\\_ERROR: trainer (pid 8)",
-        "Read the end of the component's log",
+        "the traceback in the log shows the code that raised the error",
         "`/home/runs/x-1/attempt-01/trainer.log`",
         "not retried",
         "`/home/runs/x-1/run.json`",

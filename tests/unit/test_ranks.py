@@ -8,6 +8,7 @@ import pytest
 
 from tasks.processes.attempt import make_failure
 from tasks.processes.descendant_watch import DeathEvidence
+from tasks.record.advice import advise_by_log
 from tasks.record.outcome import Exit, Failure
 from tasks.record.ranks import RankFailure, find_first_rank
 
@@ -463,7 +464,56 @@ def test_advice_after_sigterm_names_the_probable_senders() -> None:
 def test_advice_names_a_process_without_its_command_line() -> None:
     failure = fail(STEPS, first_death=death(3, None))
 
-    assert failure.hint.startswith("To find the reason, read the last log lines of process 7.")
+    assert "search the code for a call that ends process 7 with exit code 3" in failure.hint
+    assert "`" not in failure.hint.replace("`exit 3`", "")
+
+
+@pytest.mark.parametrize("log", ["", STEPS, STEPS + LOST_PEER])
+@pytest.mark.parametrize("code", [1, 3])
+def test_advice_about_a_rank_without_an_error_message_names_its_exit_code(
+    code: int, log: str
+) -> None:
+    failure = fail(log + table(entry(1, code, 7), STOPPED), first_death=death(code))
+
+    assert failure.hint.startswith("Muster found no error message of rank 1 in the log.")
+    assert f"os._exit({code})" in failure.hint
+
+
+def test_advice_about_a_rank_that_ended_with_exit_code_0_names_possible_reasons() -> None:
+    early_end = RankFailure(name="rank 1", rank=1, pid=7, exit_code=0, others_failed=True)
+
+    failure = fail(STEPS + LOST_PEER + table(entry(0, 1, 6)), early_end=early_end)
+
+    assert failure.hint.startswith("Muster found no error message of rank 1 in the log")
+    assert "less data than the other ranks" in failure.hint
+    assert "os._exit" in failure.hint
+    assert "read the last log lines" not in failure.hint
+
+
+@pytest.mark.parametrize("error", ["ValueError: bad batch", "RuntimeError: bad batch"])
+def test_advice_does_not_ask_for_a_reason_that_the_message_names(error: str) -> None:
+    raised = traceback_of(error, "[rank1]: ")
+
+    failure = fail(STEPS + raised + table(entry(1, 1, 7), STOPPED))
+    remedy = failure.hint or advise_by_log(failure)
+
+    assert failure.message.endswith(error)
+    assert remedy.startswith(("Correct the mistake", "The message names the error"))
+    assert "read the" not in remedy.lower()
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("", "Muster found no error message of trainer in the log."),
+        (STEPS, "Muster found no error message of trainer in the log."),
+        (traceback_of("RuntimeError: bad batch"), "The message names the error, and the traceback"),
+        ("RuntimeError: bad batch\n", "Correct the error that the message names"),
+        ("Traceback (most recent call last):\n", "Read the end of the component's log."),
+    ],
+)
+def test_advice_about_a_component_without_ranks_fits_its_log(text: str, remedy: str) -> None:
+    assert advise_by_log(fail(text, code=3)).startswith(remedy)
 
 
 def test_error_that_the_first_rank_printed_before_its_exit_decides_the_kind() -> None:
