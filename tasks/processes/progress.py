@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import re
 import time
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 import httpx
 
 from tasks.processes.component import AttemptPlan
+from tasks.processes.metrics_search import find_metrics
 from tasks.processes.place_reader import PlaceReader, PlaceReaders, PlaceTimeout
 from tasks.record.causes import STEPS_OF_SURVIVAL
 from tasks.record.events import Emit
@@ -62,6 +64,8 @@ _PROBABLY_WRONG_AFTER = 20
 #: Time limit in seconds for one read of the metrics file. If a read takes longer, Muster assumes
 #: that the file system does not answer.
 _READ_WITHIN_S = 1.0
+#: Time limit in seconds for the search of a file that contains the training steps.
+_SEARCH_WITHIN_S = 5.0
 #: Largest number of keys and files that a message lists.
 _LISTED_AT_MOST = 8
 
@@ -958,7 +962,35 @@ class ProgressWatch:
         if self.step is not None:
             unanswered = self.source.unanswered
             return _describe_unanswered_file(unanswered) if unanswered else None
-        return await self.source.explain_missing_step(is_over=True)
+        missing = await self.source.explain_missing_step(is_over=True)
+        if missing is None or not missing.is_before_first_line:
+            return missing
+        return await self._name_other_metrics(missing)
+
+    async def _name_other_metrics(self, missing: MissingStep) -> MissingStep:
+        """Return the reason for the missing step, with the file that has the steps.
+
+        Args:
+            missing: Reason for the unknown step. The metrics file has no lines.
+
+        Returns:
+            `missing`, if no other file has steps of this attempt.
+        """
+        reader = self.readers.of(self.plan.cwd)
+        try:
+            found = await reader.ask(partial(find_metrics, self.plan), _SEARCH_WITHIN_S)
+        except PlaceTimeout:
+            return missing
+        if found is None:
+            return missing
+
+        path_in_spec = json.dumps(found.path_in_spec, ensure_ascii=False)
+        source = f", and {found.named_by} names this file" if found.named_by else ""
+        condition = "" if found.named_by else ", if the training writes its steps to this file"
+        return MissingStep(
+            problem=f"{missing.problem}, but {found.path} has new steps{source}",
+            remedy=f"In the key `progress` of the spec, write `jsonl: {path_in_spec}`{condition}.",
+        )
 
     async def _warn_of_missing_step(self) -> None:
         """Publish a warning if the training step will probably never be known.

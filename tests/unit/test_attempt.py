@@ -350,6 +350,24 @@ async def test_remedy_for_a_missing_step_fits_the_metrics_file(
     assert verdict.failure.hint == remedy.replace("FILE", str(metrics))
 
 
+async def test_remedy_for_a_wrong_metrics_path_names_the_file_with_the_steps(
+    begin: MakeAttempt, tmp_path: Path
+) -> None:
+    progress = Progress(jsonl="no/metrics.jsonl", step="step", total=60, every_s=0.001)
+    attempt = await begin({"progress": progress, "success_step": 60}, trainer="complete")
+    metrics = tmp_path / "out" / "steps.jsonl"
+    metrics.parent.mkdir()
+    metrics.write_text('{"step": 60}\n')
+
+    process("trainer").ends(1.0, code=0)
+    verdict = await verdict_of(attempt)
+
+    assert verdict.failure is not None
+    assert verdict.message.endswith(f"but {metrics} has new steps")
+    assert '`jsonl: "out/steps.jsonl"`' in verdict.failure.hint
+    assert "Change the training" not in verdict.failure.hint
+
+
 async def test_variable_rank_that_prevents_metrics_is_named(
     begin: MakeAttempt, tmp_path: Path
 ) -> None:
