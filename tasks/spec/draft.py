@@ -21,6 +21,7 @@ from tasks.spec.config_paths import ConfigPath, find_config_path
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.loading import find_project_root, make_absolute, parse_yaml
 from tasks.spec.script_imports import ImportFinder
+from tasks.spec.script_loops import StepLoop, find_step_loop
 from tasks.spec.script_options import Purpose, ScriptOption, read_options, read_variables
 from tasks.spec.script_structure import (
     only_defines,
@@ -695,7 +696,24 @@ class _SpecWriter:
         if option is not None:
             return option.default_number
         match = _STEPS.search(self._script.content)
-        return int(match[1]) or None if match is not None else None
+        if match is not None:
+            return int(match[1]) or None
+        return self._step_loop.total if self._step_loop is not None else None
+
+    def _find_last_step(self) -> int | None:
+        """Return the number of the last training step, or None if unknown.
+
+        The number is one less than the total number if the script counts its steps from 0.
+        """
+        total = self._find_total()
+        return total - 1 if total and self._counts_from_zero else total
+
+    @property
+    def _step_loop(self) -> StepLoop | None:
+        """Loop over the training steps in the script, if its number of steps is clear."""
+        is_python = self._script.file.suffix == ".py"
+        has_loop = is_python and "loop_hook" in self._framework["parts"]
+        return find_step_loop(self._script.content) if has_loop else None
 
     @property
     def _counts_from_zero(self) -> bool:
@@ -705,6 +723,8 @@ class _SpecWriter:
         """
         if "loop_hook" not in self._framework["parts"]:
             return False
+        if self._step_loop is not None:
+            return self._step_loop.last_step < self._step_loop.total
         loops = _STEP_LOOP.finditer(self._script.content)
         return any(not self._begins_with_one(loop) for loop in loops)
 
@@ -811,8 +831,6 @@ class _SpecWriter:
         without_gang = "If the run needs GPUs, remove the first # of the next line in this file."
         if not self._machine_gpus:
             without_gang = f"This machine shows no GPUs. {without_gang}"
-        total = self._find_total()
-        last_step = total - 1 if total and self._counts_from_zero else total
         return {
             "TRAINING": self.framework_name,
             "FILE": self._write_script(),
@@ -827,8 +845,8 @@ class _SpecWriter:
             "COUNT": str(gpus),
             "PROCESSES": str(self._gpus or 1),
             "WITHOUT": without_gang,
-            "TOTAL": str(total),
-            "LAST": str(last_step),
+            "TOTAL": str(self._find_total()),
+            "LAST": str(self._find_last_step()),
         }
 
 

@@ -360,6 +360,22 @@ def test_script_that_writes_no_metrics_completes_without_success(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
+    ("loop", "last_step"), [("for step in range(1, 21):", 20), ("for step in range(20):", 19)]
+)
+def test_number_of_steps_is_read_from_the_loop_of_a_script_without_metrics(
+    tmp_path: Path, loop: str, last_step: int
+) -> None:
+    folder = project(tmp_path, {"train.py": f"{loop}\n    loss.backward()\n"})
+
+    text = draft_spec(folder).text
+
+    assert yaml.safe_load(text)["progress"]["total"] == 20
+    assert "NUMBER OF STEPS" not in text
+    assert yaml.safe_load(text).get("success") is None
+    assert yaml.safe_load(text.replace("# success:", "success:"))["success"] == {"step": last_step}
+
+
+@pytest.mark.parametrize(
     ("line", "key"),
     [
         ("{'global_step': 1}", "global_step"),
