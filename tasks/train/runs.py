@@ -61,8 +61,16 @@ class Run:
 
     @property
     def brief(self) -> str:
-        """First line of `message`."""
-        return self.message.partition("\n")[0]
+        """First line of `message`.
+
+        If this line only announces a list, such as `the run spec has 2 faults:`, the first item of
+        the list follows.
+        """
+        line, _, rest = self.message.partition("\n")
+        if not line.endswith(":"):
+            return line
+        first_item = rest.partition("\n")[0].strip().removeprefix("- ")
+        return f"{line} {first_item}".rstrip()
 
     @property
     def place(self) -> RunPlace:

@@ -35,7 +35,7 @@ from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
 from tasks.server.flow_runs import TYPED_NAME_LABEL
 from tasks.show.arguments import run as run_verb
-from tasks.spec.errors import BadArgument, MusterError
+from tasks.spec.errors import BadArgument, Fault, InvalidSpec, MusterError
 from tasks.spec.watch import NOT_FINITE_ADVICE
 from tasks.train import run_cancellation, run_verbs, server_runs
 from tasks.train.finding_runs import find_run, list_runs
@@ -238,6 +238,18 @@ def test_list_without_a_terminal_has_one_complete_line_per_run(
     assert [(row[0], row[1], row[4]) for row in rows] == [
         (run_id, STATES[run_id], f"it is {STATES[run_id]}") for run_id in (LIVE, FAILED, OLD)
     ]
+
+
+def test_list_shows_the_first_fault_of_a_spec(
+    muster_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    faults = (Fault(path="name", problem="missing"), Fault(path="cwd", problem="does not exist"))
+    write_record(FAILED, message=f"USER_ERROR: {InvalidSpec(faults, 'the spec')}")
+
+    run_verb(LS, [])
+
+    row = capsys.readouterr().out.splitlines()[0].split("\t")
+    assert row[4] == "USER_ERROR: the spec has 2 faults: name: missing"
 
 
 @pytest.fixture
