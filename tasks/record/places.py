@@ -482,6 +482,11 @@ class RunPlace:
         return self.directory / "spec.yaml"
 
     @property
+    def code(self) -> Path:
+        """Folder of the copy of the project, in which a submitted run works."""
+        return self.directory / "code"
+
+    @property
     def evaluations(self) -> Path:
         """Path of the record of the evaluations of the run's checkpoints."""
         return self.directory / "evaluations.json"

@@ -16,8 +16,10 @@ from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord, RunJson
 from tasks.spec.errors import BadArgument
 from tasks.spec.loading import dump_spec
+from tasks.spec.placeholders import mapping_or_empty
 from tasks.spec.run import LIVE_CODE
 from tasks.spec.secrets import find_code_secrets, mask_text
+from tasks.spec.start_order import START_ORDER_KEY
 from tasks.train.finding_runs import find_run
 from tasks.train.run_records import find_record
 from tasks.train.runs import Run
@@ -75,6 +77,8 @@ class Comparison:
                     compared_lists.add(parent)
                     old_list = _get_list(self.first, parent)
                     lines += _describe_list(parent, old_list, _get_list(self.second, parent))
+            elif key == "spec_file" and None in (old, new):
+                lines.append(_describe_start(is_first_from_file=new is None))
             elif not key.startswith("code.") and key not in ("tree", "diff"):
                 lines.append(f"{key.removeprefix('spec.')} {_show(old)} -> {_show(new)}")
         return [*lines, *_describe_code(self.first, self.second, differences)]
@@ -99,11 +103,50 @@ def compare_attempts(first_name: str, second_name: str) -> Comparison:
     waiting = [found.run for found in pair if found.attempt is None]
     if not waiting:
         first, second = (_read_properties(found) for found in pair)
-        return Comparison(first=first, second=second)
+        return _compare(first, second)
     states = [f"{run.run_id} has not started: it is {run.state}." for run in waiting]
     first, second = (_read_submitted_properties(found) for found in pair)
     note = f"{' '.join(states)} Only the spec and the submitted code are compared."
+    return _compare(first, second, note)
+
+
+def _compare(first: dict[str, object], second: dict[str, object], note: str = "") -> Comparison:
+    """Return the comparison of two attempts.
+
+    If only one of the attempts has a certain component, the start orders of the attempts are left
+    out: the keys of the component already show the difference.
+
+    Args:
+        first: Properties of the first attempt.
+        second: Properties of the second attempt.
+        note: See `Comparison.note`.
+    """
+    if _list_components(first) != _list_components(second):
+        first, second = (
+            {
+                key: value
+                for key, value in properties.items()
+                if not key.startswith(f"spec.{START_ORDER_KEY}.")
+            }
+            for properties in (first, second)
+        )
     return Comparison(first=first, second=second, note=note)
+
+
+def _list_components(properties: Mapping[str, object]) -> set[str]:
+    """Return the names of the components in the spec of an attempt."""
+    return {key.split(".")[2] for key in properties if key.startswith("spec.components.")}
+
+
+def _describe_start(*, is_first_from_file: bool) -> str:
+    """Return a line about two runs that were started in different ways.
+
+    Args:
+        is_first_from_file: True if `muster train` started the first run.
+    """
+    ways = ["with muster train", "by a worker (muster submit, or a deployment)"]
+    first, second = ways if is_first_from_file else reversed(ways)
+    return f"the first run was started {first}, the second run {second}"
 
 
 def _show(value: object) -> str:
@@ -121,6 +164,9 @@ def _get_list(properties: Mapping[str, object], path: str) -> list[str]:
 def _describe_list(path: str, first: Sequence[str], second: Sequence[str]) -> Iterator[str]:
     """Yield a line for each difference between two lists, such as the arguments of a command."""
     place = path.removeprefix("spec.")
+    if place == START_ORDER_KEY:
+        yield f"{place} {', '.join(first)} -> {', '.join(second)}"
+        return
     matcher = SequenceMatcher(None, first, second, autojunk=False)
     for kind, start, end, other_start, other_end in matcher.get_opcodes():
         if kind == "equal":
@@ -269,8 +315,9 @@ def _read_properties(found: _FoundAttempt) -> dict[str, object]:
     The result is a mapping from dotted property names to values.
     """
     assert found.record is not None and found.attempt is not None
-    spec = _read_comparable_spec(found.run.place, found.attempt)
     provenance = {**(found.record.provenance or {}), **found.attempt.provenance}
+    project = str(provenance.get("project") or "")
+    spec = _read_comparable_spec(found.run.place, found.attempt, project)
     return {**_flatten_spec(spec), **_flatten_provenance(provenance)}
 
 
@@ -325,9 +372,14 @@ def _read_submitted_code(name: str | None) -> dict[str, object]:
 def _flatten_spec(spec: object) -> dict[str, object]:
     """Return a mapping from dotted names, such as `spec.env.SEED`, to the values of a spec.
 
-    The name of the code and the run id are left out.
+    The name of the code and the run id are left out. The result always has the order in which the
+    components start, because only the spec of a submitted run names this order.
     """
     left_out = ("spec.code", "spec.run_id")
+    if isinstance(spec, Mapping):
+        components = mapping_or_empty(spec.get("components"))
+        order = [name for name, component in components.items() if component is not None]
+        spec = {**spec, START_ORDER_KEY: spec.get(START_ORDER_KEY) or order}
     return {key: value for key, value in _flatten(spec, "spec") if key not in left_out}
 
 
@@ -347,13 +399,20 @@ def _flatten_provenance(provenance: Mapping[str, object]) -> dict[str, object]:
     return dict(_flatten({**properties, "code": files}))
 
 
-def _read_comparable_spec(place: RunPlace, attempt: AttemptRecord) -> object:
+def _read_comparable_spec(place: RunPlace, attempt: AttemptRecord, project: str) -> object:
     """Return the spec of an attempt, with placeholders instead of paths, ports and the run id.
 
     Paths, ports and run ids can differ although two specs are the same. A comparison must not list
-    these differences.
+    these differences. A submitted run works in a copy of the project, so the path of the copy is
+    replaced by the path of the project.
+
+    Args:
+        place: Paths of the run's files.
+        attempt: The attempt.
+        project: Path of the project. Empty if unknown.
     """
-    placeholders = {
+    placeholders = {str(place.code): project} if project else {}
+    placeholders |= {
         str(place.attempt(attempt.number).directory): "${attempt.dir}",
         str(place.directory): "${run.dir}",
         place.run_id: "${run.id}",

@@ -335,7 +335,7 @@ class RunSession:
         if self.spec.code in (None, LIVE_CODE):
             return
         self.code = code_store.read_code(self.spec.code, fetch)
-        directory = self.place.directory / "code"
+        directory = self.place.code
         code_store.check_out(self.code, directory, fetch)
         # Make MUSTER_HOME an absolute path, because the working directory changes below.
         os.environ["MUSTER_HOME"] = str(muster_home())

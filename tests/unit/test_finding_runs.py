@@ -467,6 +467,51 @@ def test_diff_shows_changed_values_with_their_names(
     assert diff_text(capsys).splitlines()[:-1] == [line]
 
 
+@pytest.mark.parametrize(
+    ("train_env", "lines"),
+    [("{}", []), ("{A: x}", ["env.A x -> (none)"])],
+)
+def test_diff_of_a_train_run_and_a_submitted_run_shows_only_changes_of_the_user(
+    muster_home: Path, capsys: pytest.CaptureFixture[str], train_env: str, lines: list[str]
+) -> None:
+    write_record(OLD, provenance={"project": "/p", "spec_file": "/p/muster.yaml"})
+    write_record(FAILED, provenance={"project": "/p"})
+    code = RunPlace.of(FAILED).directory / "code"
+    components = "components: {api: {command: [a]}, trainer: {command: [t]}}"
+    write_specs(
+        f"cwd: /p/sub\nenv: {train_env}\n{components}",
+        f"cwd: {code}/sub\nenv: {{}}\ncode: abc\nstart_order: [api, trainer]\n{components}",
+    )
+
+    shown = diff_text(capsys).splitlines()[:-1]
+
+    start = (
+        "the first run was started with muster train, the second run by a worker (muster submit, "
+        "or a deployment)"
+    )
+    assert shown == [*lines, start]
+
+
+@pytest.mark.parametrize(
+    ("second", "lines"),
+    [
+        (
+            "start_order: [b, a]\ncomponents: {b: {command: [b]}, a: {command: [a]}}",
+            ["start_order a, b -> b, a"],
+        ),
+        ("components: {a: {command: [a]}}", ["b removed  (components.b.command)"]),
+    ],
+)
+def test_diff_shows_the_start_order_only_if_the_components_are_the_same(
+    muster_home: Path, capsys: pytest.CaptureFixture[str], second: str, lines: list[str]
+) -> None:
+    write_record(OLD)
+    write_record(FAILED)
+    write_specs("components: {a: {command: [a]}, b: {command: [b]}}", second)
+
+    assert diff_text(capsys).splitlines()[:-1] == lines
+
+
 def test_diff_says_if_the_code_of_a_run_was_not_recorded(
     muster_home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
