@@ -9,6 +9,7 @@ from tasks.server.flow_process import NO_RESULTS
 from tasks.show.arguments import AsJson, FromRun, Overrides, RunName, SpecFile, run_alone
 from tasks.spec.run import RunSpec
 from tasks.train.command import run_here
+from tasks.train.completed_run import end_completed_run
 from tasks.train.finding_runs import find_run
 from tasks.train.retrying import retry_run
 from tasks.train.session import RunSession
@@ -39,6 +40,9 @@ def train(spec: RunSpec) -> State[None]:
             UI shows only the keys that people change most. All other keys keep their values. To see
             or change all keys, choose `Use JSON input` in the menu of the field `spec`.
     """
+    completed = end_completed_run(spec, make_run_id_of_flow_run())
+    if completed is not None:
+        return completed
     try:
         with open_run(spec) as run:
             while next_attempt(run) and admit(run):

@@ -41,6 +41,7 @@ from tasks.spec.run import RunSpec
 from tasks.spec.secrets import MASK
 from tasks.spec.start_from import StartFrom, find_start_faults
 from tasks.train.command import run_in_terminal
+from tasks.train.completed_run import has_steps_left
 from tasks.train.deploying import connect_to_configured_server, follow_run
 from tasks.train.local_runs import list_attempts
 from tasks.train.run_checkpoints import choose_step
@@ -216,17 +217,8 @@ def _refuse_finished_run(run: Run, spec: RunSpec, record: RunJson | None) -> Non
     """
     if run.state != "completed":
         return
-    total = spec.progress.total if spec.progress is not None else None
-    success_step = spec.success.step if spec.success is not None else None
-    last_step = max((step for step in (total, success_step) if step is not None), default=None)
-    best_step = None
-    if record is not None:
-        best_step = record.find_best_step(
-            before=len(record.attempts) + 1, since=spec.first_counted_attempt
-        )
-    # Allow a retry only if training steps are left. Some trainers count steps from zero, so a run
-    # with the step `last_step - 1` may have no steps left.
-    if last_step is not None and best_step is not None and best_step < last_step - 1:
+    # Allow a retry only if training steps are left.
+    if has_steps_left(spec, record):
         return
     run_id = run.run_id
     raise BadArgument(

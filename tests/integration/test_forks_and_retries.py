@@ -154,6 +154,30 @@ def test_run_is_retried_from_its_last_and_from_an_earlier_checkpoint(project: Pr
     assert "retried the run from this checkpoint" in record["attempts"][3]["resume"]["rule"]
 
 
+def test_retry_of_a_completed_run_in_the_ui_ends_at_once_and_keeps_the_record(
+    project: Project,
+) -> None:
+    project.room.touch()
+    run_id = project.submit()
+    record = project.record(run_id)
+    flow_run = f"{project.host_env.api}/flow_runs/{record['flow_run_id']}"
+
+    # The Prefect UI sends this request for *Retry*.
+    retry = {"type": "SCHEDULED", "name": "AwaitingRetry", "message": "Retry from the Prefect UI"}
+    send_request("POST", f"{flow_run}/set_state", {"state": retry, "force": True})
+
+    def is_complete() -> bool:
+        message = send_request("GET", flow_run)["state"]["message"] or ""
+        return message.startswith("the run was already complete, so no attempt was started")
+
+    wait_for(is_complete, f"the retry of {run_id} has ended")
+    assert send_request("GET", flow_run)["state"]["type"] == "COMPLETED"
+    assert project.record(run_id) == record
+    assert project.starts(run_id) == [("", 0)]
+    project.do("retry", run_id, "--from-step", "20", "--watch")
+    assert project.starts(run_id) == [("", 0), (run_id, 20)]
+
+
 def test_two_runs_start_from_one_checkpoint_that_no_run_removes(project: Project) -> None:
     parent = project.submit("--set", "components.trainer.keep=2")
     project.room.touch()
