@@ -22,13 +22,14 @@ import sys
 import tarfile
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from tasks.record.disk import replace_file
+from tasks.record.empty_folders import find_empty_folders
 from tasks.record.places import muster_home, read_own_file
 from tasks.record.project_size import count_until
 from tasks.record.repository import GitFailed, find_repository, git_view
@@ -100,7 +101,7 @@ def store_project(root: Path) -> str:
     limit = int(CODE_MIB.read() * 2**20)
     _refuse_large_folder(root, limit)
     sizes: dict[str, int] = {}
-    for name in sorted(_files(root)[0]):
+    for name in sorted(_files(root).names):
         # A file may have been deleted after git listed it.
         with suppress(FileNotFoundError):
             sizes[name] = (root / name).lstat().st_size
@@ -180,7 +181,7 @@ def check_out(code: Code, place: Path, fetch: Fetch = lambda _: None) -> None:
     Missing and changed files are written again. Other files in the folder are kept.
 
     If the project folder exists on this machine, `place` also gets symbolic links to the files that
-    git ignores in the project, such as data, and the empty folders of `_find_empty_folders`.
+    git ignores in the project, such as data, and the empty folders of the project.
 
     Args:
         code: Snapshot of the project.
@@ -219,13 +220,12 @@ def check_out(code: Code, place: Path, fetch: Fetch = lambda _: None) -> None:
                 break
         _link(_path_in(folders, name), full)
     if project.is_dir():
-        names, ignored = _files(project)
-        for name in ignored:
+        files = _files(project)
+        for name in files.linked:
             if not os.path.lexists(place / name):
                 _link(_path_in(folders, name), str(project / name))
-        for name in _find_empty_folders(project, names):
-            if not os.path.lexists(place / name):
-                (place / name).mkdir(parents=True)
+        for name in find_empty_folders(project, files.is_left_out):
+            _make_folder(place, name)
 
 
 def hash_files(tree: str) -> dict[str, str]:
@@ -475,13 +475,27 @@ def _unfit(problem: str, remedy: str) -> InvalidSpec:
     return InvalidSpec((Fault(path="code", problem=problem, remedy=remedy),), "the project")
 
 
-def _files(root: Path) -> tuple[set[str], set[str]]:
-    """List the files of a project with git.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ProjectFiles:
+    """The files of a project, as git lists them. All paths are relative to the project folder."""
 
-    Returns:
-        - Relative paths of the project's files and symbolic links. Files in nested repositories are
-          included.
-        - Relative paths that git ignores. If git ignores a whole folder, only the folder is listed.
+    #: Paths of the project's files and symbolic links. Files in nested repositories are included.
+    names: set[str]
+    #: Paths that git ignores. If git ignores a whole folder, only the folder is listed.
+    ignored: set[str]
+    #: Paths of `ignored` to which a copy of the project has symbolic links.
+    linked: set[str]
+    #: Path of Muster's home directory, or None if it is outside of the project folder.
+    home: str | None
+
+    def is_left_out(self, folder: str) -> bool:
+        """Return True if a copy of the project leaves out a folder, or has a link to it."""
+        is_cache = _CACHES.search(folder) is not None
+        return folder in self.ignored or folder == self.home or is_cache
+
+
+def _files(root: Path) -> _ProjectFiles:
+    """List the files of a project with git.
 
     Raises:
         InvalidSpec: git is missing, is too slow, or fails.
@@ -506,10 +520,10 @@ def _files(root: Path) -> tuple[set[str], set[str]]:
         elif not stat.S_ISREG(mode := path.lstat().st_mode) and not stat.S_ISLNK(mode):
             names.discard(name)
             if (path / ".git").exists():
-                inner_names, inner_ignored = _files(path)
-                names |= {f"{name}/{inner}" for inner in inner_names}
-                ignored |= {f"{name}/{inner}" for inner in inner_ignored}
-    return names, {
+                inner_files = _files(path)
+                names |= {f"{name}/{inner}" for inner in inner_files.names}
+                ignored |= {f"{name}/{inner}" for inner in inner_files.ignored}
+    linked = {
         name
         for name in ignored
         if not (
@@ -518,23 +532,8 @@ def _files(root: Path) -> tuple[set[str], set[str]]:
             or (real / name).is_relative_to(home)
         )
     }
-
-
-def _find_empty_folders(root: Path, names: Iterable[str]) -> Iterator[str]:
-    """Yield the relative paths of empty folders at the root of a project or next to its files.
-
-    A training may expect an empty folder, for example for its output. Git lists only files, so
-    `names` contains no empty folders.
-
-    Args:
-        root: The project folder.
-        names: Relative paths of the project's files.
-    """
-    for parent in {"", *(os.path.dirname(name) for name in names)}:
-        with suppress(OSError):
-            for entry in os.scandir(root / parent):
-                if entry.is_dir(follow_symlinks=False) and not os.listdir(entry.path):
-                    yield os.path.join(parent, entry.name)
+    inner_home = str(home.relative_to(real)) if home.is_relative_to(real) else None
+    return _ProjectFiles(names=names, ignored=ignored, linked=linked, home=inner_home)
 
 
 def _listed(root: Path) -> tuple[set[str], set[str]]:
@@ -551,12 +550,22 @@ def _listed(root: Path) -> tuple[set[str], set[str]]:
             # repository.
             if git.list("-c", "-o", "--directory", "--", "."):
                 names, ignored = git.list("-c", "-o"), git.list("-o", "-i", "--directory")
-                return _without_slash(names), _without_slash(ignored)
+                return _without_slash(names), _without_parents(_without_slash(ignored))
     with git_view(root, None) as git:
         excludes = tuple(f"--exclude={name}" for name in _IGNORED)
         names = git.list("-o", *excludes)
         ignored = git.list("-o", "-i", "--directory", *excludes)
-    return _without_slash(names), _without_slash(ignored)
+    return _without_slash(names), _without_parents(_without_slash(ignored))
+
+
+def _without_parents(names: Collection[str]) -> set[str]:
+    """Return the paths without those that are parent folders of other paths.
+
+    If a folder contains nothing except ignored empty folders, git lists both the folder and the
+    ignored folders, although git does not ignore the folder itself.
+    """
+    parents = {str(parent) for name in names for parent in PurePosixPath(name).parents}
+    return {*names} - parents
 
 
 def _without_slash(names: Collection[str]) -> set[str]:
@@ -627,6 +636,25 @@ def _path_in(folders: dict[str, str], name: str) -> str:
                 os.unlink(folder)
         os.makedirs(folder, exist_ok=True)
     return f"{folders[above]}/{last}"
+
+
+def _make_folder(place: Path, name: str) -> None:
+    """Create an empty folder in a copy of a project.
+
+    If a file or a symbolic link of the copy is in the place of the folder or of one of its parent
+    folders, the folder is not created.
+
+    Args:
+        place: Folder with the copy.
+        name: Relative path of the empty folder.
+    """
+    path = str(place)
+    for part in name.split("/"):
+        path = f"{path}/{part}"
+        with suppress(FileExistsError):
+            os.mkdir(path)
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            return
 
 
 def _write(path: str, data: bytes, mode: int) -> None:

@@ -10,11 +10,13 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tasks.record import code_store, project_size
+from tasks.record import code_store, empty_folders, project_size
 from tasks.record.code_store import PROJECT, NoCode, check_out, read_code, store_project
 from tasks.server.artifacts import (
     delete_unused_code,
@@ -162,19 +164,123 @@ def test_folder_without_git_is_copied_without_environments_and_outputs(
     assert code.commit == ""
 
 
+def empty_folders_in(place: Path) -> set[str]:
+    """Return the relative paths of the empty folders in a folder. Links are not followed."""
+    walk = os.walk(place)
+    return {
+        str(Path(folder).relative_to(place))
+        for folder, folders, names in walk
+        if not (folders or names)
+    }
+
+
 @pytest.mark.parametrize("has_git", [True, False])
 def test_empty_folders_of_the_project_are_in_the_copy(
     project: Path, tmp_path: Path, has_git: bool
 ) -> None:
     if not has_git:
         shutil.rmtree(project / ".git")
-    for name in ("out", "src/pkg/logs"):
-        (project / name).mkdir()
+    # The folders `src` and `plots` have no files of their own.
+    empty = {"out", "src/pkg/logs", "src/logs", "plots/a/b", "plots/c"}
+    for name in empty:
+        (project / name).mkdir(parents=True)
 
     check_out(read_code(store_project(project)), tmp_path / "out")
 
-    assert (tmp_path / "out" / "out").is_dir()
-    assert (tmp_path / "out" / "src" / "pkg" / "logs").is_dir()
+    assert empty_folders_in(tmp_path / "out") == empty
+
+
+@pytest.mark.parametrize("has_git", [True, False])
+def test_empty_folders_in_environments_caches_and_ignored_folders_are_not_in_the_copy(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_git: bool
+) -> None:
+    if not has_git:
+        shutil.rmtree(project / ".git")
+    # git ignores the folder `data`, so the copy has a link to this folder. Muster's home directory
+    # gets no link, nor does an ignored folder that contains it.
+    monkeypatch.setenv("MUSTER_HOME", str(project / "state" / "home"))
+    (project / ".gitignore").write_text("/data/\n/state/\n__pycache__/\n")
+    write(project, environment__pyvenv="", conda__python="", state__home__spec="")
+    (project / "environment" / "pyvenv").rename(project / "environment" / "pyvenv.cfg")
+    for name in (
+        "data/a",
+        "state/b",
+        "state/home/c",
+        "environment/include",
+        "conda/conda-meta",
+        "conda/include",
+        "__pycache__/d",
+        ".mypy_cache/e",
+        "src/out",
+    ):
+        (project / name).mkdir(parents=True)
+
+    check_out(read_code(store_project(project)), tmp_path / "out")
+
+    assert empty_folders_in(tmp_path / "out") == {"src/out"}
+    assert files_in(tmp_path / "out")["data"] == f"-> {project}/data"
+
+
+def test_folder_with_only_ignored_and_empty_folders_is_no_link(
+    project: Path, tmp_path: Path
+) -> None:
+    (project / ".gitignore").write_text("logs/\n")
+    (project / "results" / "logs").mkdir(parents=True)
+
+    check_out(read_code(store_project(project)), tmp_path / "out")
+
+    # git lists both `results/` and `results/logs/` as ignored, but it ignores only the second.
+    assert files_in(tmp_path / "out" / "results") == {"logs": f"-> {project}/results/logs"}
+
+
+def test_unreadable_folder_does_not_end_the_search_for_empty_folders(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a/out", "b/out", "c/out", "out"):
+        (project / name).mkdir(parents=True)
+    name = store_project(project)
+    scandir = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if str(path) == str(project / "b"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    check_out(read_code(name), tmp_path / "out")
+    monkeypatch.undo()
+
+    assert empty_folders_in(tmp_path / "out") == {"a/out", "c/out", "out"}
+
+
+def test_search_for_empty_folders_has_a_limit(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a/b/c/d/out", "out"):
+        (project / name).mkdir(parents=True)
+    monkeypatch.setattr(empty_folders, "_MOST_FOLDERS", 5)
+
+    check_out(read_code(store_project(project)), tmp_path / "out")
+
+    # Folders near the root are read first.
+    assert empty_folders_in(tmp_path / "out") == {"out"}
+
+
+def test_empty_folder_replaces_no_file_of_the_copy(project: Path, tmp_path: Path) -> None:
+    write(project, results="text", notes="text")
+    (project / "linked").symlink_to("src")
+    name = store_project(project)
+    for file in ("results", "notes", "linked"):
+        (project / file).unlink()
+    for folder in ("results/a", "notes", "linked/a"):
+        (project / folder).mkdir(parents=True)
+
+    check_out(read_code(name), tmp_path / "out")
+
+    assert (tmp_path / "out" / "results").read_text() == "text"
+    assert (tmp_path / "out" / "notes").read_text() == "text"
+    assert (tmp_path / "out" / "linked").is_symlink()
+    assert not (tmp_path / "out" / "src" / "a").exists()
 
 
 def test_links_out_of_the_project_keep_their_targets(project: Path, tmp_path: Path) -> None:
@@ -291,9 +397,12 @@ def test_files_deleted_during_the_copy_are_left_out(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     list_files = code_store._files
-    monkeypatch.setattr(
-        code_store, "_files", lambda root: (list_files(root)[0] | {"was/here.tmp"}, set())
-    )
+
+    def list_deleted_file(root: Path) -> code_store._ProjectFiles:
+        files = list_files(root)
+        return replace(files, names=files.names | {"was/here.tmp"})
+
+    monkeypatch.setattr(code_store, "_files", list_deleted_file)
 
     name = store_project(project)
 
