@@ -5,6 +5,7 @@ The checkpoint is chosen by `plan_resume`, the function that an attempt itself u
 
 from __future__ import annotations
 
+import logging
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from tasks.record.run_json import RunJson
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import load_resolved
 from tasks.spec.run import RunSpec
+
+_log = logging.getLogger(__name__)
 
 #: Longest time in seconds to search for the checkpoint. The checkpoints may be on a network file
 #: system that does not answer.
@@ -84,6 +87,10 @@ def find_next_start(
             plans.append(plan_resume(spec, place, record.attempts, record.foreign_checkpoints))
         except OSError as error:
             problems.append(str(error))
+        except Exception as error:
+            # An error that ends this thread would look like a file system that does not answer.
+            problems.append(f"{type(error).__name__}: {error}")
+            _log.debug("Muster could not choose the checkpoint of the next attempt", exc_info=True)
 
     thread = threading.Thread(target=search, name="next-start", daemon=True)
     thread.start()

@@ -348,6 +348,22 @@ def test_checkpoints_whose_file_system_does_not_answer_are_searched_once(
     )
 
 
+def test_error_of_the_search_for_checkpoints_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_run(tmp_path, attempt(1, None, "cancelled"), (10,), **PASSES)
+
+    def fail(*_: object) -> None:
+        raise ValueError("the step is not a number")
+
+    monkeypatch.setattr(next_start, "plan_resume", fail)
+
+    shown = "\n".join(block(state="cancelled", message="the end", record_path=path))
+
+    assert "Muster could not read the checkpoints (ValueError: the step is not a number)" in shown
+    assert "has not answered" not in shown
+
+
 def test_cancelled_run_says_that_its_checkpoints_cannot_be_read(tmp_path: Path) -> None:
     path = write_run(tmp_path, attempt(1, None, "cancelled"), (), **PASSES)
     # A symbolic link to itself cannot be read.
