@@ -95,23 +95,28 @@ class FlowLoss:
         return Failure(kind=FailureKind.UNKNOWN, message=self.cause, rule=FLOW_LOST, hint=hint)
 
 
-def describe_cleanup_after_loss(run_id: str, *, is_adopted: bool = False) -> str:
+def describe_cleanup_after_loss(
+    run_id: str, *, is_adopted: bool = False, next_attempt: str = ""
+) -> str:
     """Return a text for the user about the steps that Muster takes after a flow process was killed.
 
     Args:
         run_id: Id of the run.
         is_adopted: True if the Ray jobs of the run continue, and a new flow process will supervise
             them.
+        next_attempt: Sentence about the start of the next attempt, without a full stop. Not used if
+            `is_adopted` is True. Empty if unknown.
     """
     if is_adopted:
         return (
             "The Ray jobs of the run continue. Within a minute, Muster starts a new flow process "
             "that takes them over. To start this process at once: muster reconcile"
         )
+    start = f"{next_attempt}. " if next_attempt else ""
     return (
         "Within a minute, a worker or the upkeep process of Muster ends the remaining processes of "
         "the run and completes its record. If this host has no worker and no upkeep process, run "
-        f"`muster reconcile`. To continue the run after that: muster retry {run_id}"
+        f"`muster reconcile`. {start}To continue the run after that: muster retry {run_id}"
     )
 
 

@@ -9,6 +9,7 @@ from tasks.processes.identity import host_name
 from tasks.processes.registry import read_owner
 from tasks.record.final_record import describe_cleanup_after_loss
 from tasks.record.run_json import RunJson
+from tasks.show.next_start import describe_retry, find_next_start
 from tasks.show.page import RECORD, parse_record
 from tasks.spec.errors import BadArgument
 from tasks.train.finding_runs import find_run
@@ -50,14 +51,15 @@ def find_record(run: Run) -> RunJson | None:
 def describe_lost_process(run: Run) -> str:
     """Return a text for the user if the flow process of a run died before the run ended.
 
-    Only the files of this machine are read. The Prefect server and the record of the run show the
-    death of the process later, after a worker or `muster reconcile` has reported it.
+    The text names the checkpoint from which the next attempt would start, if Muster knows it. Only
+    the files of this machine are read. The Prefect server and the record of the run show the death
+    of the process later, after a worker or `muster reconcile` has reported it.
 
     Returns:
-        The text. Empty in these cases:
+        The text. Only the sentence about the next attempt if the message of the run's state already
+        contains the other sentences. Empty in these cases:
         - The process is alive, or ran on another host.
         - The run has ended.
-        - The message of the run's state already contains the text.
     """
     owner = read_owner(run.run_id)
     record = read_local_record(run.run_id)
@@ -65,9 +67,17 @@ def describe_lost_process(run: Run) -> str:
         return ""
     if owner.host != host_name() or owner.process.is_alive():
         return ""
-    next_steps = describe_cleanup_after_loss(run.run_id, is_adopted=owner.adopts)
-    if next_steps in run.message:
-        return ""
+    next_attempt = ""
+    if not owner.adopts:
+        next_start = find_next_start(record, run.place)
+        if next_start.has_run_spec:
+            next_attempt = describe_retry("The next attempt", next_start)
+
+    if describe_cleanup_after_loss(run.run_id, is_adopted=owner.adopts) in run.message:
+        return f"{next_attempt}." if next_attempt else ""
+    next_steps = describe_cleanup_after_loss(
+        run.run_id, is_adopted=owner.adopts, next_attempt=next_attempt
+    )
     return f"The flow process of this run (pid {owner.process.pid}) was killed. {next_steps}"
 
 

@@ -31,6 +31,7 @@ from tasks.processes.registry import Owner
 from tasks.record.cancellation_note import take_note
 from tasks.record.code_store import read_code, store_project
 from tasks.record.events import Event
+from tasks.record.final_record import describe_cleanup_after_loss
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
 from tasks.server.flow_runs import TYPED_NAME_LABEL
@@ -964,6 +965,53 @@ def test_killed_flow_process_is_not_reported_twice(
 
     assert describe_lost_process(crashed_run) == ""
     assert describe_lost_process(replace(run, state="queued")) == ""
+
+
+@pytest.fixture
+def killed_run(working_run: tuple[Run, subprocess.Popen[bytes]], tmp_path: Path) -> Run:
+    """A run whose flow process was killed. The run has a checkpoint of step 10."""
+    run, process = working_run
+    checkpoint = tmp_path / "out" / "checkpoint-10"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": 10}))
+    # Write a file in the safetensors format without tensors: the length of the header, then the
+    # header.
+    (checkpoint / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    trainer = {
+        "command": ["python", "train.py"],
+        "env": {"RESUME_FROM": "${attempt.resume_from}"},
+        "checkpoints": str(tmp_path / "out"),
+    }
+    spec = {"name": "demo", "workload": "grpo", "components": {"trainer": trainer}}
+    run.place.spec.write_text(json.dumps(spec))
+    record = json.loads(run.place.record.read_text())
+    attempt_place = run.place.attempt(record["attempts"][-1]["number"])
+    attempt_place.directory.mkdir(exist_ok=True)
+    attempt_place.spec.write_text(json.dumps(spec))
+    process.kill()
+    process.wait()
+    return run
+
+
+@pytest.mark.parametrize("verb", [show, why])
+def test_report_of_a_killed_flow_process_names_the_step_of_the_next_attempt(
+    killed_run: Run, verb: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_verb(App(name="verb", default_command=verb), [LIVE])
+
+    text = " ".join(capsys.readouterr().out.split())
+    assert (
+        "The next attempt continues from step 10 (checkpoint-10). To continue the run after that: "
+        f"muster retry {LIVE}" in text
+    )
+
+
+def test_message_without_the_step_is_completed_with_the_step(killed_run: Run) -> None:
+    message = f"killed by SIGKILL. {describe_cleanup_after_loss(killed_run.run_id)}"
+
+    sentence = describe_lost_process(replace(killed_run, state="crashed", message=message))
+
+    assert sentence == "The next attempt continues from step 10 (checkpoint-10)."
 
 
 def test_why_prints_the_artifact_of_another_host_as_plain_text(
