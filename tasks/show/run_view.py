@@ -71,6 +71,9 @@ class Row:
     #: Short text for the user, such as the last result of the readiness probe, the exit code, or
     #: the number of serving engines.
     note: str = ""
+    #: True if `note` remains valid after the component has become ready: the state of a Ray job, or
+    #: the number of serving engines.
+    is_note_lasting: bool = False
     #: Reason why the last readiness probe failed, or an empty string.
     unready: str = ""
     #: Last status that the component sent with sd_notify, or an empty string.
@@ -307,7 +310,11 @@ class ObservedRun:
                 # Assign a new dict instead of changing the old dict, which another thread may be
                 # reading.
                 self.groups = {**self.groups, event.group: event.after}
-                self._change(FLEET, note=f"{self.serving} of {self.engines} engines serve requests")
+                self._change(
+                    FLEET,
+                    note=f"{self.serving} of {self.engines} engines serve requests",
+                    is_note_lasting=True,
+                )
                 if self._is_running:
                     self.doing = self.running
             case _ if event.component in self.rows:
@@ -324,22 +331,26 @@ class ObservedRun:
             case "component.spawned":
                 self._change(name, stage=Standing.STARTING, pid=event.pid, began_at=event.at)
             case "job.state":
-                self._change(name, note=describe_job(event))
+                self._change(name, note=describe_job(event), is_note_lasting=True)
             case "probe.failed" if event.probe != "live":
                 self._change(name, note=event.reason, unready=event.reason)
             case "component.ready":
                 # Remove `note` if it says why an earlier probe failed: the component is ready now.
-                # Texts about the Ray job or the engines remain valid.
-                stays_valid = note.startswith("job ") or (name == FLEET and "engines" in note)
-                new_note = note if stays_valid else row.status
+                new_note = note if row.is_note_lasting else row.status
                 # For a component that only prepares the run, this event arrives after the component
                 # has ended. The component is then still shown as ended.
                 has_ended = row.stage is Standing.ENDED
                 stage = Standing.ENDED if has_ended else Standing.READY
-                self._change(name, stage=stage, note=note if has_ended else new_note)
+                shown_note = note if has_ended else new_note
+                self._change(
+                    name, stage=stage, note=shown_note, is_note_lasting=row.is_note_lasting
+                )
             case "component.status":
                 is_ready = row.stage is Standing.READY
-                self._change(name, status=event.message, note=event.message if is_ready else note)
+                if is_ready:
+                    self._change(name, status=event.message, note=event.message)
+                else:
+                    self._change(name, status=event.message)
             case "component.drained":
                 self._change(name, note=f"{note}, finished its work".lstrip(", "))
             case "component.exited":
@@ -349,6 +360,9 @@ class ObservedRun:
                 self._change(name, note="could not be killed")
 
     def _change(self, name: str, **changes: object) -> None:
+        """Change fields of a row. A new note is not lasting, if the changes do not say so."""
+        if "note" in changes:
+            changes = {"is_note_lasting": False, **changes}
         if name in self.rows:
             self.rows[name] = replace(self.rows[name], **changes)  # type: ignore[arg-type]
 
