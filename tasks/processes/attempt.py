@@ -968,7 +968,8 @@ class SupervisedAttempt:
         not_finite = self._alarms.describe_not_finite() if self._alarms else ""
         if not_finite:
             message = f"warning: {message}, but {not_finite}"
-        return Verdict(state=RunState.COMPLETED, message=message)
+        values = self._alarms.not_finite_values if self._alarms else ()
+        return Verdict(state=RunState.COMPLETED, message=message, not_finite=values)
 
     def crash(self, error: BaseException) -> None:
         """Fail the attempt after an error in Muster's own code.
@@ -1258,7 +1259,8 @@ class SupervisedAttempt:
                 self._emit("run.warning", message=warning)
             reason = f"{component.name} ended with exit code 0"
             message = f"warning: {warning}"
-        verdict = Verdict(state=RunState.COMPLETED, message=message)
+        values = self._alarms.not_finite_values if self._alarms else ()
+        verdict = Verdict(state=RunState.COMPLETED, message=message, not_finite=values)
         decision = Decision.of(verdict, exit.at_monotonic_s)
         self._decide(replace(decision, reason=reason))
 

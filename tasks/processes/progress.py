@@ -1028,7 +1028,7 @@ class ProgressWatch:
                 self._slow_at_s = now + _SLOW * median(self._took_s)
             self.emit("run.progress", step=step, total=self.total)
             if is_first and (warning := self._compare_first_step(first_line, step)):
-                self.emit("run.warning", message=warning)
+                self.emit("run.warning", message=warning, contradicts_resume=True)
         elif now > self._slow_at_s and not self.is_finished:
             median_s = (self._slow_at_s - self._stepped_s) / _SLOW
             self._slow_at_s = math.inf

@@ -77,6 +77,8 @@ class Event:
     attempt = _Field(0, int)
     before = _Field(GroupState.STARTING, GroupState)
     cause = _Field("", str)
+    #: True if a warning says that the first step of an attempt contradicts its checkpoint.
+    contradicts_resume = _Field(False, bool)
     directory = _Field(Path(), Path)
     exit_code = _Field[int | None](None)
     failure = _Field[Failure | None](None, Failure.model_validate)

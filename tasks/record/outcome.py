@@ -158,6 +158,9 @@ class Verdict:
     message: str
     #: Cause of the failure if the state is FAILED, otherwise None.
     failure: Failure | None = None
+    #: Last values of the metrics that ended without a finite value, such as `nan` or `null`.
+    #: Empty if the state is not COMPLETED.
+    not_finite: tuple[str, ...] = ()
     #: Time of the event that decided the result, in seconds of CLOCK_MONOTONIC. Several parts of
     #: Muster can report a result for an attempt. The earliest result is used.
     at_monotonic_s: float = 0.0

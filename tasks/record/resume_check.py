@@ -11,14 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tasks.record.checkpoint_names import read_step
-from tasks.record.run_json import AttemptRecord, ResumeRecord
+from tasks.record.run_json import AttemptRecord, ResumeCheck, ResumeRecord
 from tasks.spec.formatting import join_words
 from tasks.spec.run import RunSpec
-
-#: Words in each warning of `compare_first_step`.
-_FIRST_STEP = "the trainer's first step is"
-#: First words of a sentence which says that Muster cannot check the loaded checkpoint.
-_CANNOT_CHECK = "Muster cannot check whether the trainer loads"
 
 
 def compare_first_step(resume: ResumeRecord, first_step: float, next_step: float) -> str:
@@ -52,8 +47,8 @@ def compare_first_step(resume: ResumeRecord, first_step: float, next_step: float
         if other is None or first_step <= 1:
             return ""
         return (
-            f"Muster passed no checkpoint to the trainer, but {_FIRST_STEP} {first_step:g}. The "
-            f"trainer probably loaded {other}, which Muster had refused"
+            "Muster passed no checkpoint to the trainer, but the trainer's first step is "
+            f"{first_step:g}. The trainer probably loaded {other}, which Muster had refused"
         )
     if resume.step is None or next_step == resume.step:
         return ""
@@ -61,12 +56,12 @@ def compare_first_step(resume: ResumeRecord, first_step: float, next_step: float
         if other is None or first_step <= resume.step + 1:
             return ""
         return (
-            f"{_FIRST_STEP} {first_step:g}, not {resume.step + 1:g}. The trainer "
+            f"the trainer's first step is {first_step:g}, not {resume.step + 1:g}. The trainer "
             f"probably loaded {other}, which Muster had refused"
         )
     verb = "passed" if resume.passed else "expected"
     return (
-        f"Muster {verb} the checkpoint {chosen}, but {_FIRST_STEP} {first_step:g}. "
+        f"Muster {verb} the checkpoint {chosen}, but the trainer's first step is {first_step:g}. "
         "Possible causes: the trainer started from another checkpoint, the trainer started from "
         "the beginning, or the trainer counts its steps from zero after each start"
     )
@@ -81,15 +76,15 @@ def is_consistent(attempt: AttemptRecord) -> bool:
     10, which does not contradict the checkpoint.
 
     Returns:
-        False if `compare_first_step` returned a warning, or if the steps cannot be compared.
+        False if `compare_first_step` returned a warning, or if the steps cannot be compared. Also
+        False for a record of an earlier version, which does not say whether there was a warning.
     """
     resume = attempt.resume
     return (
         resume is not None
         and resume.step is not None
         and attempt.step is not None
-        and not any(_CANNOT_CHECK in note for note in resume.notes)
-        and not any(_FIRST_STEP in warning for warning in attempt.warnings)
+        and resume.check is ResumeCheck.POSSIBLE
     )
 
 
@@ -133,7 +128,7 @@ def explain_unreported(attempt: AttemptRecord, spec: RunSpec | None = None) -> s
     resume = attempt.resume
     if resume is None or resume.passed is None or attempt.step is not None:
         return ""
-    if any(_CANNOT_CHECK in note for note in resume.notes):
+    if resume.check is ResumeCheck.IMPOSSIBLE:
         return ""
     has_ended = attempt.ended_at is not None
     reason = "the attempt reported no step" if has_ended else "the attempt has reported no step yet"
@@ -150,7 +145,7 @@ def _describe_unchecked(receivers: Sequence[str], reason: str) -> str:
     """
     verb = "names" if len(receivers) == 1 else "name"
     source = f" that {join_words(receivers)} {verb}" if receivers else ""
-    return f"{_CANNOT_CHECK} the checkpoint{source}, because {reason}"
+    return f"Muster cannot check whether the trainer loads the checkpoint{source}, because {reason}"
 
 
 def list_receivers(spec: RunSpec, path: str) -> list[str]:

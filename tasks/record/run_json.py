@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +112,23 @@ class RefusedCheckpoint(Recorded):
     why: str = ""
 
 
+class ResumeCheck(Enum):
+    """Comparison of an attempt's first step with the step of its checkpoint."""
+
+    #: Muster compares the steps when the attempt reports its first step. If a step is recorded, it
+    #: does not contradict the checkpoint.
+    POSSIBLE = "possible"
+    #: Muster cannot compare the steps. The notes of the `ResumeRecord` have the reason.
+    IMPOSSIBLE = "impossible"
+    #: The first step contradicts the checkpoint. The warnings of the attempt describe this.
+    CONTRADICTED = "contradicted"
+
+
 class ResumeRecord(Recorded):
     """The checkpoint that Muster chose for an attempt, and newer checkpoints that were not used."""
 
     model_config = ConfigDict(frozen=True, extra="allow", serialize_by_alias=True)
-    if_any = ("expected", "notes", "step", "signature")
+    if_any = ("expected", "notes", "step", "signature", "check")
 
     #: Checkpoint that Muster passed to the components as `${attempt.resume_from}`, or None.
     passed: str | None = Field(None, alias="from")
@@ -135,6 +148,8 @@ class ResumeRecord(Recorded):
     #: Hash of the checkpoint's files at the start of the attempt. The hash changes if the trainer
     #: saves the checkpoint again.
     signature: str = ""
+    #: Result of the comparison of the first step with `step`. None in records of earlier versions.
+    check: ResumeCheck | None = None
 
 
 class AttemptRecord(Recorded):
@@ -151,6 +166,7 @@ class AttemptRecord(Recorded):
         "unanswered",
         "saved_checkpoint",
         "fruitless_attempts",
+        "not_finite",
     )
 
     #: Number of the attempt, starting at 1.
@@ -194,6 +210,9 @@ class AttemptRecord(Recorded):
     #: the attempt saved a checkpoint, a higher training step than in all earlier attempts counts
     #: instead.
     fruitless_attempts: int | None = None
+    #: Last values of the metrics that ended without a finite value, such as `nan` or `null`.
+    #: Empty for attempts that did not complete, and in records of earlier versions.
+    not_finite: tuple[str, ...] = ()
     #: Keys and values of this attempt that differ from `RunJson.provenance`, for example another
     #: host or another commit.
     provenance: Mapping[str, Any] = {}
@@ -256,7 +275,11 @@ class AttemptRecord(Recorded):
         if event.name == "run.progress":
             return self.reached(event.step)
         if event.name == "run.warning":
-            return self.with_changes(warnings=(*self.warnings, event.message))
+            record = self.with_changes(warnings=(*self.warnings, event.message))
+            if event.contradicts_resume and self.resume is not None:
+                resume = self.resume.with_changes(check=ResumeCheck.CONTRADICTED)
+                record = record.with_changes(resume=resume)
+            return record
         if event.name == "place.unanswered":
             return self.with_changes(unanswered={**self.unanswered, event.place: event.since})
         if event.name == "place.answered":
@@ -611,7 +634,8 @@ class RunRecord:
         with self._lock:
             if (attempt := self.content.under_way) is not None:
                 ended = attempt.ended(verdict.state, self._clock(), verdict.failure)
-                self._save(self.content.with_last(ended.with_changes(**fields)))
+                changes = {"not_finite": verdict.not_finite, **fields}
+                self._save(self.content.with_last(ended.with_changes(**changes)))
 
     def describe(self, provenance: Mapping[str, object]) -> None:
         """Record the code, the software versions and the host of the current attempt.

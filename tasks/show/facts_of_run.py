@@ -18,7 +18,7 @@ from tasks.show.offline_tracker import make_sync_command
 from tasks.show.resume import describe_parent, describe_resume_of
 from tasks.spec.formatting import format_count, format_datetime, format_duration, join_words
 from tasks.spec.run import RunSpec
-from tasks.spec.watch import advise_about_message
+from tasks.spec.watch import advise_about_values
 
 #: Largest number of attempts whose results are named in the text about the duration of a run.
 _MAX_NAMED_ATTEMPTS = 6
@@ -66,7 +66,8 @@ def facts_of_run(
             explanation = warning.partition(": ")[2] or warning
             if not (record.state.is_final and explanation in record.message):
                 yield Fact("warning", warning)
-        if record.state is RunState.COMPLETED and (advice := advise_about_message(record.message)):
+        advice = advise_about_values(attempt.not_finite)
+        if advice and record.state is RunState.COMPLETED:
             yield Fact("what to do", advice)
         for sentence in describe_unanswered(attempt, now):
             yield Fact("no answer", sentence)

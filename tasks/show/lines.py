@@ -36,7 +36,7 @@ from tasks.spec.formatting import (
     join_commas,
 )
 from tasks.spec.values import list_numbers, shorten
-from tasks.spec.watch import advise_about_message
+from tasks.spec.watch import advise_about_values
 
 #: Mapping from the name of an event to its line of text and a Rich style. In the line, `{0}` stands
 #: for the event. Other events are not shown.
@@ -269,8 +269,9 @@ def summarize_run(
         for line in last.failure.log_tail.splitlines()[-_STORY_LOG_LINES:]:
             yield f"  | {shorten(line, _STORY_COLUMNS)}"
 
-    elif record.state is RunState.COMPLETED and (advice := advise_about_message(record.message)):
-        yield f"what to do: {advice}"
+    elif last is not None and record.state is RunState.COMPLETED:
+        if advice := advise_about_values(last.not_finite):
+            yield f"what to do: {advice}"
     elif last is not None and record.state is RunState.CANCELLED:
         yield describe_retry_of(place, f"`muster retry {record.run_id}`")
 

@@ -7,9 +7,8 @@ or its rewards never change. `watch.yaml` has the default rules of each workload
 from __future__ import annotations
 
 import math
-import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -48,9 +47,6 @@ _NULL_ADVICE = (
     "A metric is null, which often stands for NaN. Check the learning rate, and the data of the "
     "last steps."
 )
-#: Matches the text of `Alarms.describe_not_finite` in the message of a completed run. The group is
-#: the last value of the metric.
-_NOT_FINITE_TEXT = re.compile(r" is (nan|inf|-inf|null) since step \d")
 #: An alarm about null values is raised only if the metric is null in at least this number of
 #: consecutive lines.
 _MANY_NULLS = 10
@@ -259,16 +255,12 @@ def find_metric(entry: Mapping[str, Any], names: Sequence[str]) -> tuple[str, fl
     return None
 
 
-def advise_about_message(message: str) -> str:
-    """Return advice if the message of a completed run names a metric without a finite value.
+def advise_about_values(values: Collection[str]) -> str:
+    """Return advice about metrics that ended without a finite value, or an empty string.
 
     Args:
-        message: Message of the run, which contains the text of `describe_not_finite`.
-
-    Returns:
-        The advice, or an empty string if the message names no such metric.
+        values: Last values of these metrics, as in `Alarms.not_finite_values`.
     """
-    values = _NOT_FINITE_TEXT.findall(message)
     if not values:
         return ""
     return _NULL_ADVICE if {*values} == {"null"} else NOT_FINITE_ADVICE
@@ -358,6 +350,11 @@ class Alarms:
             f"{name} is {value} since step {step:g}"
             for name, value, step in self._not_finite.values()
         )
+
+    @property
+    def not_finite_values(self) -> tuple[str, ...]:
+        """Last values of the metrics that `describe_not_finite` names, such as `nan` or `null`."""
+        return tuple(value for _, value, _ in self._not_finite.values())
 
     def _note_not_finite(self, step: float, entry: Mapping[str, Any]) -> None:
         for names in self._finite_metrics:

@@ -29,7 +29,7 @@ from tasks.show.output import console_of, is_on_terminal, line_of
 from tasks.show.page import COMPONENTS, SUMMARY, TIME
 from tasks.spec.errors import BadArgument, MusterError
 from tasks.spec.formatting import format_minutes
-from tasks.spec.watch import advise_about_message
+from tasks.spec.watch import advise_about_values
 from tasks.train.finding_runs import find_run, find_run_with_files, list_runs, parse_since
 from tasks.train.local_view import describe_locally
 from tasks.train.run_checkpoints import (
@@ -258,8 +258,10 @@ def why(run: RunName = "latest", /, *, pool: Pool = "gang", json: AsJson = False
     elif attempt is not None and found_run.state == RunState.CANCELLED.value:
         retry = f"`muster retry {found_run.run_id}`"
         print(f"{describe_retry_of(found_run.place, retry)}.")
-    elif found_run.state == RunState.COMPLETED.value and (
-        advice := advise_about_message(found_run.message)
+    elif (
+        attempt is not None
+        and found_run.state == RunState.COMPLETED.value
+        and (advice := advise_about_values(attempt.not_finite))
     ):
         print(advice)
     if attempt is not None and found_run.state not in WAITING_STATES:

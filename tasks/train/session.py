@@ -47,7 +47,7 @@ from tasks.record.outcome import Failure, Verdict
 from tasks.record.places import AttemptPlace, RunPlace, muster_home
 from tasks.record.resume_check import explain_unchecked
 from tasks.record.retries import PREFLIGHT
-from tasks.record.run_json import AttemptRecord, ResumeRecord, RunJson, RunRecord
+from tasks.record.run_json import AttemptRecord, ResumeCheck, ResumeRecord, RunJson, RunRecord
 from tasks.record.states import RunState
 from tasks.rollout.component import prepare_fleet
 from tasks.spec.checkpoint_urls import is_url
@@ -502,8 +502,10 @@ class RunSession:
                 remark := describe_fruitless_attempts(self.spec, self.record.content.attempts)
             ):
                 resume = resume.with_changes(notes=(*resume.notes, remark))
+            resume = resume.with_changes(check=ResumeCheck.POSSIBLE)
             if unchecked := explain_unchecked(self.spec, resume):
-                resume = resume.with_changes(notes=(*resume.notes, unchecked))
+                notes = (*resume.notes, unchecked)
+                resume = resume.with_changes(notes=notes, check=ResumeCheck.IMPOSSIBLE)
             resume_from = str(resume_plan.passed or "")
             ports = reserve_ports(self.spec)
 

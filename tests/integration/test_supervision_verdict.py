@@ -138,6 +138,7 @@ def test_completed_run_warns_of_a_loss_that_ends_as_nan(harness: ComponentHarnes
 
     assert verdict.state is RunState.COMPLETED
     assert verdict.message == "warning: step 2 of 2, but loss is nan since step 2"
+    assert verdict.not_finite == ("nan",)
 
 
 @pytest.mark.parametrize(("step", "state"), [(60, RunState.COMPLETED), (59, RunState.FAILED)])

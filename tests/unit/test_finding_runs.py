@@ -792,8 +792,8 @@ def test_why_says_who_cancelled_a_run(
 def test_why_advises_about_a_metric_that_is_not_finite(
     muster_home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    message = "warning: step 30 of 30, but loss is nan since step 29"
-    write_record(FAILED, state="completed", message=message)
+    attempt = {"number": 1, "state": "completed", "not_finite": ["nan"]}
+    write_record(FAILED, state="completed", attempts=[attempt])
 
     assert run_verbs.why(FAILED) == 0
 

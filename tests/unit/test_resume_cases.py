@@ -15,7 +15,7 @@ from uuid import uuid4
 
 import pytest
 
-from tasks.record.run_json import AttemptRecord, RunJson
+from tasks.record.run_json import AttemptRecord, ResumeCheck, RunJson
 from tasks.record.states import RunState
 from tasks.server.flow_runs import ServerAway
 from tasks.spec.failure_kinds import FailureKind
@@ -214,6 +214,8 @@ def test_trainer_that_ignores_its_checkpoint_is_reported(run_case: RunCase) -> N
     assert record.state is RunState.COMPLETED
     [warning] = record.attempts[1].warnings
     assert "step_5, but the trainer's first step is 1" in warning
+    resume = record.attempts[1].resume
+    assert resume is not None and resume.check is ResumeCheck.CONTRADICTED
 
 
 def test_record_claims_no_checkpoint_that_was_not_passed(run_case: RunCase) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tasks.record.events import Event
-from tasks.record.run_json import AttemptRecord, ResumeRecord
+from tasks.record.run_json import AttemptRecord, ResumeCheck, ResumeRecord
 from tasks.show.lines import lines_of
 from tasks.show.resume import describe_attempt, describe_resume, describe_resume_of
 from tasks.spec.run import RunSpec
@@ -25,7 +25,8 @@ CANNOT_CHECK = "Muster cannot check whether the trainer loads the checkpoint tha
 
 
 def record_of(passed: str | None, **fields: object) -> ResumeRecord:
-    return ResumeRecord(**{"from": passed, "rule": "the rule", **fields})
+    check = ResumeCheck.POSSIBLE
+    return ResumeRecord(**{"from": passed, "rule": "the rule", "check": check, **fields})
 
 
 def test_choice_and_refused_checkpoints_are_named() -> None:
@@ -106,10 +107,12 @@ def test_warnings_follow_the_choice() -> None:
         ({"step": 10}, {"step": 11}, [CONSISTENT]),
         # The trainer ignored the checkpoint.
         (
-            {"step": 10},
-            {"step": 1, "warnings": ["but the trainer's first step is 1"]},
+            {"step": 10, "check": "contradicted"},
+            {"step": 1},
             [PASSED],
         ),
+        # The record of an earlier version does not say whether the trainer ignored the checkpoint.
+        ({"step": 10, "check": None}, {"step": 11}, [PASSED]),
         (
             {"step": 10},
             {},
@@ -122,14 +125,14 @@ def test_warnings_follow_the_choice() -> None:
         ),
         # A note from the start of the attempt already says that Muster cannot check it.
         (
-            {"notes": [f"{CANNOT_CHECK}, because it has no step"]},
+            {"notes": ["the reason"], "check": "impossible", "step": 10},
             {"step": 5},
-            [PASSED, f"{CANNOT_CHECK}, because it has no step"],
+            [PASSED, "the reason"],
         ),
         (
-            {"notes": [f"{CANNOT_CHECK}, because it has no step"]},
+            {"notes": ["the reason"], "check": "impossible", "step": 10},
             {},
-            [PASSED, f"{CANNOT_CHECK}, because it has no step"],
+            [PASSED, "the reason"],
         ),
     ],
 )
@@ -155,6 +158,18 @@ def test_sentence_claims_no_more_about_a_passed_checkpoint_than_the_steps_show(
 
 
 def test_record_names_the_resumed_checkpoint_in_the_key_from() -> None:
-    written = record_of("/c/step_10", refused=REFUSED).as_json()
+    written = record_of("/c/step_10", refused=REFUSED, check=None).as_json()
 
     assert written == {"from": "/c/step_10", "rule": "the rule", "refused": REFUSED}
+
+
+def test_warning_about_the_first_step_is_recorded_as_a_contradiction() -> None:
+    attempt = AttemptRecord(number=2, state="running", resume=record_of("/c/step_10", step=10))
+    fields = {"message": "the trainer started over", "contradicts_resume": True}
+
+    observed = attempt.observed(Event(at=1.0, name="run.warning", fields=fields))
+    read_again = AttemptRecord.model_validate(observed.as_json())
+
+    assert read_again.resume is not None
+    assert read_again.resume.check is ResumeCheck.CONTRADICTED
+    assert read_again.warnings == ("the trainer started over",)

@@ -24,7 +24,7 @@ from tasks.record.places import AttemptPlace
 from tasks.record.run_json import AttemptRecord
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.run import RunSpec
-from tasks.spec.watch import Alarms, Watch, advise_about_message, find_metric
+from tasks.spec.watch import Alarms, Watch, advise_about_values, find_metric
 from tasks.spec.workloads import WORKLOADS
 from tasks.train.plan import PlanInputs
 
@@ -134,7 +134,7 @@ def test_metrics_that_end_without_a_finite_value_are_described(
         alarms.evaluate(step, {"step": step, "loss": value})
 
     assert alarms.describe_not_finite() == text
-    assert bool(advise_about_message(f"warning: step 9 of 9, but {text}")) is bool(text)
+    assert bool(advise_about_values(alarms.not_finite_values)) is bool(text)
 
 
 @pytest.mark.parametrize("seed", range(10))
