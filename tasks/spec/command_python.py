@@ -11,10 +11,16 @@ from pathlib import Path
 from tasks.spec.errors import Fault
 from tasks.spec.programs import Interpreter
 
-#: Programs that run the script of the training with their own Python interpreter.
-_LAUNCHERS = frozenset(
-    ("torchrun", "accelerate", "deepspeed", "composer", "colossalai", "horovodrun")
-)
+#: Programs that run the script of the training with their own Python interpreter. Each program is
+#: mapped to the Python package that contains the program.
+LAUNCHER_PACKAGES = {
+    "torchrun": "torch",
+    "accelerate": "accelerate",
+    "deepspeed": "deepspeed",
+    "composer": "mosaicml",
+    "colossalai": "colossalai",
+    "horovodrun": "horovod",
+}
 _PYTHON_NAME = re.compile(r"(?:python|pypy)[\d.]*")
 #: Matches the interpreter in the first two lines of a Python script. If the path of the interpreter
 #: has spaces or is too long for a `#!` line, pip writes a second line with `exec`.
@@ -77,7 +83,7 @@ def find_foreign_launcher(
         The fault, without the path of the command in the spec. None if the launcher belongs to the
         chosen environment, or if no environment is chosen.
     """
-    if chosen.environment is None or not command or command[0] not in _LAUNCHERS:
+    if chosen.environment is None or not command or command[0] not in LAUNCHER_PACKAGES:
         return None
     python = find_command_python(command, path, cwd)
     launcher = shutil.which(command[0], path=path)
@@ -89,8 +95,8 @@ def find_foreign_launcher(
         path="",
         problem=f"{command[0]} would start {launcher}, which runs the training with {python}. But "
         f"the chosen Python is {chosen}, whose environment has no {command[0]}",
-        remedy=f"install {command[0]} in {chosen.environment}. If the training uses {python}, "
-        f"write {launcher} in place of {command[0]}",
+        remedy=f"install {LAUNCHER_PACKAGES[command[0]]} in {chosen.environment}. If the training "
+        f"uses {python}, write {launcher} in place of {command[0]}",
     )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,10 +32,6 @@ from tasks.spec.values import Env, select_literals
 
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?|pypy3?")
 _SHELL = re.compile(r"sh|bash|dash|ksh|zsh")
-_REMEDY = (
-    "install the program. If the program is a file in the working directory, write ./NAME, and "
-    "make the file executable with `chmod +x NAME`. Write each argument as a separate list item"
-)
 #: Environment variables with the path of the activated Python environment: first for a virtual
 #: environment, then for a conda environment. If both are set, the virtual environment is used,
 #: because it was activated inside the conda environment.
@@ -421,7 +418,7 @@ def _find_command_faults(
         yield Fault(
             path=f"{place}.0",
             problem=f"the program {program!r} does not exist or is not executable",
-            remedy=suggestion or _REMEDY,
+            remedy=suggestion or _advise_about_program(program, cwd),
         )
 
     target = _find_target(command)
@@ -441,6 +438,27 @@ def _find_command_faults(
     # before it uses its arguments.
     elif target.is_python:
         yield from _find_config_faults(place, command, cwd)
+
+
+def _advise_about_program(program: str, cwd: Path) -> str:
+    """Return advice about a program that does not exist or is not executable.
+
+    Args:
+        program: The name or path of the program, as the spec has it.
+        cwd: Directory in which the command will run.
+    """
+    file = cwd / program
+    if not file.is_file():
+        if len(program.split()) > 1:
+            return "write each argument as a separate list item"
+        return "install the program"
+
+    advice = []
+    if "/" not in program:
+        advice.append(f"write ./{program}")
+    if not os.access(file, os.X_OK):
+        advice.append(f"make the file executable with `chmod +x {shlex.quote(str(file))}`")
+    return ", and ".join(advice)
 
 
 def _is_program(program: str, cwd: Path, search_dirs: Sequence[Path]) -> bool:

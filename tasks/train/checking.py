@@ -9,21 +9,23 @@ from dataclasses import asdict, dataclass
 from json import dumps
 from pathlib import Path
 
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import WorkerStatus
 from prefect.settings import PREFECT_API_URL
 
 from tasks.processes.devices import Devices
 from tasks.processes.identity import host_name
 from tasks.queue.command import connected
 from tasks.queue.grants import SchedulerProcess
-from tasks.queue.ledger import LedgerReader
+from tasks.queue.ledger import GANG_POOLS, LedgerReader
 from tasks.queue.nodes import Capacity, explain_infeasible
 from tasks.queue.packing import Demand
 from tasks.queue.scheduling_pass import QueueReader
 from tasks.ray.usage import Cluster
 from tasks.server.flow_process import EXIT_INFEASIBLE
-from tasks.server.flow_runs import connect_to_server
+from tasks.server.flow_runs import connect_to_server, parse_worker_host
 from tasks.server.server import hide_prefect_logs, read_secrets
-from tasks.show.arguments import EXIT_DONE, AsJson, Overrides, SpecFile
+from tasks.show.arguments import EXIT_DONE, EXIT_INVALID, AsJson, Overrides, SpecFile
 from tasks.spec.errors import MusterError
 from tasks.spec.loading import find_project_root, load_spec
 from tasks.spec.pipeline import is_pipeline_file, load_pipeline
@@ -55,8 +57,9 @@ def check(spec: SpecFile, /, *, set: Overrides = (), json: AsJson = False) -> in
     SPEC may also be the spec of a pipeline. Then all stages are checked, and their resources are
     compared with the nodes of the queue.
 
-    Exit: 0 the spec is valid, and the run fits or its cluster is unknown; 2 the spec is invalid; 3
-    no cluster is large enough for the run, one of its evaluations or a stage.
+    Exit: 0 the spec is valid, and the run fits or its cluster is unknown; 2 the spec is invalid, or
+    the run would start on this machine, which does not have a file that the run needs; 3 no cluster
+    is large enough for the run, one of its evaluations or a stage.
 
     Args:
         json: Print the missing programs, the clusters, and the evaluations that fit on no cluster
@@ -71,9 +74,13 @@ def check(spec: SpecFile, /, *, set: Overrides = (), json: AsJson = False) -> in
     fits: list[Fit] = []
     api_url = PREFECT_API_URL.value()
     hide_prefect_logs()
+    # Without a server, only `muster train` can start the run, on this machine. But a run with the
+    # key `gang` probably starts on another machine, whose GPUs it needs.
+    runs_here = not api_url and run_spec.gang is None
     if api_url:
         with connect_to_server(api_url) as client:
             read_secrets(client, run_spec)
+            runs_here = bool(missing) and _has_only_local_workers(client)
     if run_spec.gang is not None:
         if run_spec.ray is None:
             fits.append(_check_this_machine(run_spec.gang))
@@ -90,13 +97,26 @@ def check(spec: SpecFile, /, *, set: Overrides = (), json: AsJson = False) -> in
         }
         print(dumps(content))
     else:
-        _print_result(run_spec, root, interpreter, missing, fits)
+        _print_result(run_spec, root, interpreter, missing, fits, runs_here=runs_here)
         for fault in unfit:
             print(f"  {fault}")
+    if missing and runs_here:
+        return EXIT_INVALID
     # Without a server, the nodes of the queue are unknown. In this case, do not say that the run is
     # too large.
     is_too_large = bool(api_url and fits) and all(fit.fits is False for fit in fits)
     return EXIT_INFEASIBLE if is_too_large or unfit else EXIT_DONE
+
+
+def _has_only_local_workers(client: SyncPrefectClient) -> bool:
+    """Return True if the server has workers of Muster's pools, all of them on this machine."""
+    hosts = {
+        parse_worker_host(worker.name)
+        for pool in client.read_work_pools(work_pool_filter=GANG_POOLS)
+        for worker in client.read_workers_for_work_pool(pool.name)
+        if worker.status is WorkerStatus.ONLINE
+    }
+    return hosts == {host_name()}
 
 
 def _check_pipeline(path: Path, overrides: Sequence[str], *, json: bool) -> int:
@@ -125,6 +145,8 @@ def _print_result(
     interpreter: Interpreter,
     missing: Sequence[str],
     fits: Sequence[Fit],
+    *,
+    runs_here: bool,
 ) -> None:
     """Print the result of a check.
 
@@ -134,13 +156,17 @@ def _print_result(
         interpreter: The Python interpreter that the components of the run use.
         missing: Faults about programs that do not exist on this machine.
         fits: Results for the clusters on which the run may start.
+        runs_here: True if the run can only start on this machine.
     """
-    print(f"The spec of {spec.name} is valid.")
+    if missing and runs_here:
+        print(f"The run of {spec.name} cannot start on this machine.")
+    else:
+        print(f"The spec of {spec.name} is valid.")
     print(f"  project {root}, python {interpreter}")
     for fault in missing:
+        advice = "" if runs_here else ". Check that the host on which the run starts has the file"
         print(
-            "  this machine does not have a file that the run needs. Check that the host on which "
-            f"the run starts has the file: {fault}",
+            f"  this machine does not have a file that the run needs{advice}: {fault}",
             file=sys.stderr,
         )
     if missing:

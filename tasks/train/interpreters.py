@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tasks.record.code_store import PROJECT
-from tasks.spec.command_python import find_command_python, find_foreign_launcher
+from tasks.spec.command_python import LAUNCHER_PACKAGES, find_command_python, find_foreign_launcher
 from tasks.spec.errors import Fault
 from tasks.spec.evaluations import find_place
 from tasks.spec.programs import (
@@ -97,8 +97,9 @@ def find_missing_files(spec: RunSpec, root: Path | None = None) -> tuple[Fault, 
             `component_interpreter` selects the Python environment.
     """
     path = component_search_path(spec.env, root)
+    missing_programs = find_missing_programs(spec, root=root or Path.cwd(), path=path)
     faults = (
-        *find_missing_programs(spec, root=root or Path.cwd(), path=path),
+        *_advise_about_launchers(missing_programs, spec, root),
         *_find_foreign_launchers(spec, root),
     )
     if component_interpreter(spec.env, root).environment is not None:
@@ -116,6 +117,72 @@ def find_missing_files(spec: RunSpec, root: Path | None = None) -> tuple[Fault, 
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LocalCommand:
+    """A command of a spec that starts a process on the machine of the flow process."""
+
+    #: Path of the command in the spec, such as `components.trainer.command`.
+    path: str
+    command: Sequence[str]
+    #: Environment variables of the command in the spec.
+    env: Env
+    #: Working directory of the command, relative to the project.
+    cwd: str
+
+
+def _list_local_commands(spec: RunSpec) -> list[_LocalCommand]:
+    """Return the commands of the components and evaluations that do not run on a Ray cluster."""
+    commands = [
+        _LocalCommand(
+            path=f"components.{name}.command",
+            command=component.command,
+            env={**spec.env, **component.env},
+            cwd=component.cwd or spec.cwd,
+        )
+        for name, component in spec.processes.items()
+        if component.launcher == "process"
+    ]
+    return commands + [
+        _LocalCommand(
+            path=f"evals.{name}.command",
+            command=evaluation.command,
+            env={**spec.env, **evaluation.env},
+            cwd=spec.cwd,
+        )
+        for name, evaluation in spec.evals.items()
+        if find_place(spec.written(), evaluation.model_dump()) == "host"
+    ]
+
+
+def _advise_about_launchers(
+    faults: Sequence[Fault], spec: RunSpec, root: Path | None
+) -> Iterator[Fault]:
+    """Yield the faults, with better advice if the missing program is a launcher of a package.
+
+    The advice names the package and the Python environment. A launcher is a program such as
+    `torchrun`.
+
+    Args:
+        faults: The faults that `find_missing_programs` found.
+        spec: The run spec.
+        root: See `find_missing_files`.
+    """
+    packages = {
+        f"{local.path}.0": (LAUNCHER_PACKAGES[local.command[0]], local.env)
+        for local in _list_local_commands(spec)
+        # If the spec sets PATH, the program need not be in the chosen environment.
+        if local.command and local.command[0] in LAUNCHER_PACKAGES and "PATH" not in local.env
+    }
+    for fault in faults:
+        if fault.path not in packages:
+            yield fault
+            continue
+        package, env = packages[fault.path]
+        environment = component_interpreter(env, root).environment
+        place = environment or "the Python environment of the training"
+        yield replace(fault, remedy=f"install {package} in {place}")
+
+
 def _find_foreign_launchers(spec: RunSpec, root: Path | None) -> Iterator[Fault]:
     """Yield a fault for each launcher that exists only outside its component's environment.
 
@@ -123,28 +190,17 @@ def _find_foreign_launchers(spec: RunSpec, root: Path | None) -> Iterator[Fault]
         spec: The run spec.
         root: See `find_missing_files`.
     """
-    commands = [
-        (f"components.{name}", component.command, component.env, component.cwd or spec.cwd)
-        for name, component in spec.processes.items()
-        if component.launcher == "process"
-    ]
-    commands += [
-        (f"evals.{name}", evaluation.command, evaluation.env, spec.cwd)
-        for name, evaluation in spec.evals.items()
-        if find_place(spec.written(), evaluation.model_dump()) == "host"
-    ]
-    for place, command, own_env, cwd in commands:
-        env = {**spec.env, **own_env}
-        if "PATH" in env:
+    for local in _list_local_commands(spec):
+        if "PATH" in local.env:
             continue
         fault = find_foreign_launcher(
-            command,
-            component_interpreter(env, root),
-            component_search_path(env, root),
-            (root or Path.cwd()) / cwd,
+            local.command,
+            component_interpreter(local.env, root),
+            component_search_path(local.env, root),
+            (root or Path.cwd()) / local.cwd,
         )
         if fault is not None:
-            yield replace(fault, path=f"{place}.command.0")
+            yield replace(fault, path=f"{local.path}.0")
 
 
 def print_project(spec: RunSpec, root: Path) -> None:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import io
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 from cyclopts import App
+from prefect.client.schemas.objects import WorkerStatus
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from tasks.processes.identity import host_name
 from tasks.show.arguments import run
 from tasks.spec.run import RunSpec
 from tasks.train import checking
@@ -29,6 +34,7 @@ SPEC = {
 
 @pytest.fixture
 def spec(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").touch()
     path = tmp_path / "muster.yaml"
     path.write_text(yaml.safe_dump(SPEC))
     return path
@@ -70,15 +76,56 @@ def test_gpus_of_this_machine_are_compared_with_the_demand(
     assert ("this machine has 4 GPUs" in cluster["reason"]) is not fits
 
 
-def test_missing_program_is_reported_and_is_no_fault(
-    spec: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("gang", "expected_code"), [("null", 2), ("{gpus_per_node: 1}", 0)])
+def test_missing_program_is_a_fault_without_a_server_unless_the_run_needs_gpus(
+    spec: Path, capsys: pytest.CaptureFixture[str], gang: str, expected_code: int
 ) -> None:
-    words = ("--set", "components.trainer.command=[no-such-program]")
+    words = ("--set", "components.trainer.command=[no-such-program]", "--set", f"gang={gang}")
 
     code, answer = read_answer(spec, capsys, *words)
 
-    assert code == 0
+    assert code == expected_code
     assert "no-such-program" in answer["missing_programs"][0]
+
+
+@pytest.mark.parametrize(
+    ("workers", "expected_code"),
+    [
+        ({"HERE": "ONLINE"}, 2),
+        ({"a@HERE": "ONLINE", "b@HERE": "ONLINE", "elsewhere": "OFFLINE"}, 2),
+        ({"HERE": "ONLINE", "b@elsewhere": "ONLINE"}, 0),
+        ({"HERE": "OFFLINE"}, 0),
+        ({}, 0),
+    ],
+)
+def test_missing_program_is_a_fault_if_all_workers_are_on_this_machine(
+    spec: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    workers: dict[str, str],
+    expected_code: int,
+) -> None:
+    class Client:
+        def read_work_pools(self, **_filters: Any) -> list[SimpleNamespace]:
+            return [SimpleNamespace(name="gang")]
+
+        def read_workers_for_work_pool(self, _pool: str) -> list[SimpleNamespace]:
+            return [
+                SimpleNamespace(name=name.replace("HERE", host_name()), status=WorkerStatus[status])
+                for name, status in workers.items()
+            ]
+
+    monkeypatch.setattr(checking, "connect_to_server", lambda _: nullcontext(Client()))
+    words = ("--set", "components.trainer.command=[no-such-program]")
+
+    with temporary_settings({PREFECT_API_URL: "http://a/api"}):
+        code = run(CHECK, [str(spec), *words])
+
+    output = capsys.readouterr()
+    assert code == expected_code
+    assert ("The run of trial cannot start on this machine." in output.out) is (code == 2)
+    assert ("The spec of trial is valid." in output.out) is (code == 0)
+    assert ("Check that the host on which the run starts" in output.err) is (code == 0)
 
 
 def test_check_names_the_python_and_says_where_a_missing_program_was_searched(
@@ -91,7 +138,7 @@ def test_check_names_the_python_and_says_where_a_missing_program_was_searched(
     code = run(CHECK, [str(spec), *words])
 
     output = capsys.readouterr()
-    assert code == 0
+    assert code == 2
     assert (
         f"python {sys.executable} (Muster's own Python, because the project has no .venv"
         in output.out
@@ -122,8 +169,10 @@ def test_invalid_spec_is_refused(spec: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_dash_stands_for_standard_input(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
     text = yaml.safe_dump(SPEC | {"name": "piped"})
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
 

@@ -57,9 +57,11 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+@pytest.mark.parametrize(
+    ("launcher", "package"), [("torchrun", "torch"), ("accelerate", "accelerate")]
+)
 def test_launcher_of_another_environment_is_a_fault(
-    project: Path, other: Path, launcher: str
+    project: Path, other: Path, launcher: str, package: str
 ) -> None:
     [fault] = find_missing_files(make_spec(launcher, "train.py"), project)
 
@@ -68,9 +70,45 @@ def test_launcher_of_another_environment_is_a_fault(
         f"components.trainer.command.0: {launcher} would start {other}/bin/{launcher}, which runs "
         f"the training with {other}/bin/python. But the chosen Python is "
         f"{project}/.venv/bin/python (of the project's .venv), whose environment has no "
-        f"{launcher} (install {launcher} in {project}/.venv. If the training uses "
+        f"{launcher} (install {package} in {project}/.venv. If the training uses "
         f"{other}/bin/python, write {other}/bin/{launcher} in place of {launcher})"
     )
+
+
+@pytest.fixture
+def without_launchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make no launcher available on the PATH."""
+    write_program(tmp_path / "plain" / "python")
+    monkeypatch.setenv("PATH", str(tmp_path / "plain"))
+
+
+@pytest.mark.usefixtures("without_launchers")
+@pytest.mark.parametrize(
+    ("launcher", "package"),
+    [("torchrun", "torch"), ("accelerate", "accelerate"), ("deepspeed", "deepspeed")],
+)
+def test_missing_launcher_has_advice_with_its_package_and_the_environment(
+    project: Path, launcher: str, package: str
+) -> None:
+    [fault] = find_missing_files(make_spec(launcher, "train.py"), project)
+
+    assert str(fault) == (
+        f"components.trainer.command.0: the program '{launcher}' does not exist or is not "
+        f"executable (install {package} in {project}/.venv)"
+    )
+
+
+@pytest.mark.usefixtures("without_launchers")
+def test_missing_launcher_is_not_expected_in_the_environment_if_the_spec_sets_the_path(
+    project: Path, tmp_path: Path
+) -> None:
+    spec = make_spec("torchrun", "train.py").model_copy(
+        update={"env": {"PATH": str(tmp_path / "plain")}}
+    )
+
+    [fault] = find_missing_files(spec, project)
+
+    assert fault.remedy == "install the program"
 
 
 def test_launcher_of_another_environment_is_a_fault_in_an_evaluation(
