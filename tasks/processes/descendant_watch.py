@@ -59,10 +59,6 @@ _NUMBER = re.compile(r"\d+")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-#: Words in `DeathEvidence.oom_kill` if the component reached the limit of its key `memory_gib`.
-_REACHED_OWN_LIMIT = "reached its limit `memory_gib`"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeathEvidence:
     """Facts that the kernel knows about the deaths of a component's processes."""
@@ -70,6 +66,8 @@ class DeathEvidence:
     #: Clause about the kill by the kernel's OOM killer, with the memory limit. Empty if the OOM
     #: killer has killed no process of the component shortly before the component's end.
     oom_kill: str = ""
+    #: True if the limit `memory_gib` of the component caused the kill by the OOM killer.
+    reached_own_limit: bool = False
     #: Sentence with the evidence that the OOM killer did not send SIGKILL. Empty without evidence.
     no_oom_kill: str = ""
     #: The descendant that died first, shortly before the end of the component. None if unknown.
@@ -81,10 +79,15 @@ class DeathEvidence:
     #: file does not exist.
     traceback: str = ""
 
-    @property
-    def reached_own_limit(self) -> bool:
-        """True if the limit `memory_gib` of the component caused the kill by the OOM killer."""
-        return _REACHED_OWN_LIMIT in self.oom_kill
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OomReason:
+    """The memory limit that caused a kill by the kernel's OOM killer."""
+
+    #: Clause about the limit, or about the kill with its limit.
+    clause: str
+    #: True if the limit is the key `memory_gib` of the component.
+    is_own_limit: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +227,8 @@ class DescendantWatch:
         """
         oom_kill = self._describe_oom_kill(exit)
         return DeathEvidence(
-            oom_kill=oom_kill,
+            oom_kill=oom_kill.clause if oom_kill else "",
+            reached_own_limit=oom_kill is not None and oom_kill.is_own_limit,
             no_oom_kill="" if oom_kill else self._describe_missing_oom_kill(),
             first_death=self._find_first_death(exit),
             early_end=self._find_early_end(),
@@ -318,10 +322,10 @@ class DescendantWatch:
             if group := oom_killer.read_memory_group(path):
                 self._groups[path] = group
 
-    def _describe_oom_kill(self, exit: Exit) -> str:
+    def _describe_oom_kill(self, exit: Exit) -> _OomReason | None:
         """Return a clause about the last kill by the OOM killer in this component.
 
-        The clause is empty if the OOM killer has killed no process of the component.
+        The result is None if the OOM killer has killed no process of the component.
         """
         # The times in the kernel log can differ slightly from CLOCK_MONOTONIC. So begin the search
         # one second earlier.
@@ -333,10 +337,10 @@ class DescendantWatch:
             # The kernel log names each process that the OOM killer has killed, and no process of
             # this component is in the log. If the counter of the cgroup shows a kill, the killed
             # process belongs to another component or run in the same cgroup.
-            return ""
+            return None
         chain = self._find_chain_with_kill(exit)
         if not logged and chain is None:
-            return ""
+            return None
         victim = "a process of the component"
         largest = self._largest
         sizes = [(largest.memory_bytes, largest.command, largest.id.pid)] if largest else []
@@ -348,16 +352,16 @@ class DescendantWatch:
             reason = self._describe_logged_limit(logged[-1], chain or ())
         else:
             reason = self._describe_reached_limit(chain or ()) or _describe_machine_limit()
-        clause = f"the kernel's OOM killer killed {victim}, because {reason}"
+        clause = f"the kernel's OOM killer killed {victim}, because {reason.clause}"
         if sizes:
             memory_bytes, command, pid = max(sizes)
             size = _format_memory(memory_bytes)
             clause += (
                 f"; the largest process was {command[:_SHOWN_CHARACTERS]} (pid {pid}) with {size}"
             )
-        return clause
+        return _OomReason(clause=clause, is_own_limit=reason.is_own_limit)
 
-    def _describe_logged_limit(self, kill: LoggedKill, chain: tuple[Path, ...]) -> str:
+    def _describe_logged_limit(self, kill: LoggedKill, chain: tuple[Path, ...]) -> _OomReason:
         """Return a clause about the memory limit that caused a kill by the kernel's OOM killer.
 
         Args:
@@ -369,18 +373,17 @@ class DescendantWatch:
         if not kill.limiting_group:
             # An old kernel does not write the name of the cgroup into its log. So search the
             # cgroups of the killed process for a cgroup that has reached its memory limit.
-            return (
-                self._describe_reached_limit(chain)
-                or "the cgroup of this process reached its memory limit"
+            return self._describe_reached_limit(chain) or _OomReason(
+                clause="the cgroup of this process reached its memory limit"
             )
         path = oom_killer.find_directory(kill.limiting_group, _read_mounts())
         if path is None:
-            return f"cgroup {kill.limiting_group} reached its memory limit"
+            return _OomReason(clause=f"cgroup {kill.limiting_group} reached its memory limit")
         group = oom_killer.read_memory_group(path) or self._groups.get(path)
         return self._describe_limit(path, group)
 
-    def _describe_reached_limit(self, chain: tuple[Path, ...]) -> str:
-        """Return a clause that names the cgroup whose memory limit was reached, or an empty string.
+    def _describe_reached_limit(self, chain: tuple[Path, ...]) -> _OomReason | None:
+        """Return a clause that names the cgroup whose memory limit was reached, or None.
 
         If several cgroups reached their limits, the clause names the cgroup with the smallest
         limit.
@@ -390,9 +393,9 @@ class DescendantWatch:
         """
         groups = [self._groups[path] for path in chain if path in self._groups]
         limiting = oom_killer.select_reached_limit(groups)
-        return self._describe_limit(limiting.path, limiting) if limiting else ""
+        return self._describe_limit(limiting.path, limiting) if limiting else None
 
-    def _describe_limit(self, path: Path, group: MemoryGroup | None) -> str:
+    def _describe_limit(self, path: Path, group: MemoryGroup | None) -> _OomReason:
         """Return a clause about a memory limit that was reached.
 
         Args:
@@ -400,14 +403,14 @@ class DescendantWatch:
             group: State of the cgroup; None if it is unknown.
         """
         clause = f"cgroup {path} reached its memory limit"
-        if str(path) == self.process.memory_cgroup:
-            clause = f"{self.process.name} {_REACHED_OWN_LIMIT}, and {clause}"
-        if group is None or group.limit_bytes is None:
-            return clause
-        clause += f": limit {_format_memory(group.limit_bytes)}"
-        if group.peak_bytes is not None:
-            clause += f", peak {_format_memory(group.peak_bytes)}"
-        return clause
+        is_own_limit = str(path) == self.process.memory_cgroup
+        if is_own_limit:
+            clause = f"{self.process.name} reached its limit `memory_gib`, and {clause}"
+        if group is not None and group.limit_bytes is not None:
+            clause += f": limit {_format_memory(group.limit_bytes)}"
+            if group.peak_bytes is not None:
+                clause += f", peak {_format_memory(group.peak_bytes)}"
+        return _OomReason(clause=clause, is_own_limit=is_own_limit)
 
     def _find_chain_with_kill(self, exit: Exit) -> tuple[Path, ...] | None:
         """Find a cgroup with a process that the OOM killer killed shortly before the exit.
@@ -614,9 +617,10 @@ def _read_memory_groups(pid: str, mountinfo: str) -> tuple[Path, ...]:
     return ()
 
 
-def _describe_machine_limit() -> str:
+def _describe_machine_limit() -> _OomReason:
     total_bytes = _PAGE_BYTES * os.sysconf("SC_PHYS_PAGES")
-    return f"this machine ran out of memory: it has {_format_memory(total_bytes)}"
+    memory = _format_memory(total_bytes)
+    return _OomReason(clause=f"this machine ran out of memory: it has {memory}")
 
 
 def _format_memory(count_bytes: int) -> str:
