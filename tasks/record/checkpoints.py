@@ -246,10 +246,10 @@ def explain_lack_of_checkpoints(
     attempts: Sequence[AttemptRecord],
     foreign: Mapping[str, str] | None = None,
 ) -> str:
-    """Return a text which says that a run has saved no checkpoint.
+    """Return a sentence which says that Muster found no checkpoint of a run.
 
-    The text names the searched folder, and has no full stop at its end. Example: `no checkpoint was
-    found in /runs/r/checkpoints`.
+    The sentence names the folder in which Muster searched for checkpoints, and ends without a full
+    stop. Example: `no checkpoint was found in /runs/r/checkpoints`.
 
     Args:
         spec: The spec of the run, in which placeholders are not replaced yet.
@@ -259,7 +259,7 @@ def explain_lack_of_checkpoints(
             returned by `find_foreign_checkpoints`.
 
     Returns:
-        The text. An empty string if the run has saved a checkpoint, if the spec has no key
+        The sentence. An empty string if the run has saved a checkpoint, if the spec has no key
         `checkpoints`, or if no attempt has begun.
 
     Raises:

@@ -1,4 +1,7 @@
-"""Read the JSON objects in the last lines of a file, such as an event log or a metrics file."""
+"""Read the end of a file in which each line is a JSON object.
+
+Event logs and metrics files have this format.
+"""
 
 from __future__ import annotations
 

@@ -336,9 +336,14 @@ class Registry:
             self._move(view, GroupState.SUSPECT, cause=why)
 
     def clear(self, rank: int, epoch: int) -> None:
-        """Record that all servers in the group of the server with this rank answer again.
+        """Record that a group of servers works again after a server of the group failed to answer.
 
-        A SUSPECT group becomes ACTIVE.
+        A SUSPECT group becomes ACTIVE. A group in another state does not change. Call this method
+        only if all servers of the group answer.
+
+        Args:
+            rank: Rank of any server of the group.
+            epoch: Epoch of this server. The epoch counts the starts of the server's group.
         """
         view = self._find_current(rank, epoch)
         if view is not None and view.state is GroupState.SUSPECT:

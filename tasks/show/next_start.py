@@ -1,6 +1,7 @@
-"""Describe the checkpoint from which a retry of an ended run would start.
+"""Find and describe the checkpoint from which the next attempt of a run would start.
 
-The checkpoint is chosen by `plan_resume`, the function that an attempt itself uses at its start.
+The next attempt itself will choose its checkpoint with the function `plan_resume`. This module
+calls the same function earlier, so that messages can name the checkpoint.
 """
 
 from __future__ import annotations
@@ -48,12 +49,13 @@ def read_unresolved_spec(place: RunPlace) -> RunSpec | None:
 class NextStart:
     """The start of a run's next attempt, as far as Muster knows it."""
 
-    #: The choice of the checkpoint for the next attempt. The chosen path is None if the run has no
-    #: checkpoint. The plan is None if no spec can be read, or if the checkpoints cannot be read.
+    #: The checkpoint that the next attempt would choose. `plan.path` is None if the run has no
+    #: checkpoint. `plan` is None if Muster cannot read the spec or the checkpoints.
     plan: ResumePlan | None = None
-    #: True if Muster has read the spec of the run, which `muster retry` uses. False if Muster has
-    #: read the spec of an attempt or no spec. In the spec of an attempt, the placeholders are
-    #: replaced, so `plan` does not say whether Muster will pass the checkpoint to the trainer.
+    #: True if `plan` was made from the spec of the run. False if the spec of the run cannot be
+    #: read. In that case, `plan` was made from the spec of an attempt, or is None. The spec of an
+    #: attempt does not show whether Muster will pass the checkpoint to the trainer, because its
+    #: placeholders are replaced.
     has_run_spec: bool = False
     #: Reason why the checkpoints cannot be read, or an empty string.
     problem: str = ""
@@ -123,7 +125,7 @@ class NextStartFinder:
         self._next_start: NextStart | None = None
 
     def find(self) -> NextStart:
-        """Return the result of `find_next_start`."""
+        """Return the start of the next attempt. Only the first call reads the checkpoints."""
         if self._next_start is None:
             self._next_start = find_next_start(self._record, self._place, self._attempt_spec)
         return self._next_start
@@ -174,6 +176,7 @@ def describe_retry_of(place: RunPlace, subject: str) -> str:
 
     If this machine has no record of the run, the phrase says how a checkpoint would be chosen.
     """
+    next_start = NextStart()
     with suppress(OSError, ValueError):
-        return describe_retry(subject, find_next_start(RunJson.read(place.record), place))
-    return describe_retry(subject, NextStart())
+        next_start = find_next_start(RunJson.read(place.record), place)
+    return describe_retry(subject, next_start)

@@ -30,17 +30,19 @@ _SAVE_KEYS = re.compile(
     r"(?:(?:model|train|training|ckpts?|checkpoints?)_)?(?:out|output|save)_?"
     r"(?:(?:model|ckpts?|checkpoints?)_?)?(?:dir|directory|path|folder)"
 )
-#: Matches keys for the folder of the checkpoints, such as `ckpt_dir`. The pattern omits
-#: `ckpt_path`, which usually names a checkpoint to load.
+#: Matches keys for the folder of the checkpoints, such as `ckpt_dir`. The key `ckpt_path` does not
+#: match, because it usually names a checkpoint that the training loads.
 _CHECKPOINT_KEYS = re.compile(
     r"ckpts?_?(?:dir|directory|folder)|checkpoints?_?(?:dir|directory|path|folder)"
     r"|default_(?:root|local)_dir"
 )
 #: Matches the names of mappings that do not configure how the training saves checkpoints, such as
-#: `model` or `eval`. In such a mapping, the key `checkpoint_path` names a checkpoint to load.
+#: `model` or `eval`. In such a mapping, the key `checkpoint_path` names a checkpoint to load. Only
+#: whole words of a name match, so `refine` does not match because of `ref`.
 _OTHER_MAPPINGS = re.compile(
-    r"(?:^|[._])(?:base|critic|data|eval|init|load|log|model|pretrain|ref|restore|resume|reward"
-    r"|teacher|test|token)"
+    r"(?:^|[._-])(?:base|critic|data(?:set|sets|loader)?|eval(?:uation|uator)?|init(?:ial)?"
+    r"|load(?:er|ing)?|log(?:s|ger|gers|ging)?|models?|pretrain(?:ed|ing)?|ref(?:erence)?"
+    r"|restore|resume|rewards?|teacher|tests?|testing|token(?:s|izer|izers)?)(?=$|[._-])"
 )
 #: Matches keys for folders of logs and experiments. A script may save its checkpoints in such a
 #: folder, or in a subfolder.

@@ -975,8 +975,10 @@ def _check_points(stage: Mapping[str, Any], path: str, faults: list[Fault]) -> N
             if index == 0:
                 own_faults = [fault for fault in first_faults if owners[fault] == key]
             else:
-                # Leave out the faults of the first values of the other keys. These faults are
-                # reported at their own places.
+                # In this combination of values, all other keys have their first values. Leave out
+                # a fault that the combination of all first values has, too: this fault is reported
+                # at the first value that causes the fault. Keep each fault at a place that this
+                # key sets.
                 own_faults = [
                     fault
                     for fault in _find_point_faults(stage, {**first_point, key: value})
@@ -1007,12 +1009,22 @@ def _find_point_faults(stage: Mapping[str, Any], point: Mapping[str, Any]) -> li
 
 
 def _find_owner(stage: Mapping[str, Any], fault: Fault, first_point: Mapping[str, Any]) -> str:
-    """Return the key of a matrix whose first value causes a fault.
+    """Return the key of a matrix at which a fault should be reported.
+
+    A matrix maps keys, such as `progress.total`, to lists of values. The fault occurs if each key
+    has the first value of its list.
 
     Args:
-        stage: The stage as plain data.
-        fault: A fault of the run spec with the first values of all keys.
+        stage: The stage as plain data. It contains the matrix.
+        fault: The fault of the run spec.
         first_point: Mapping from each key of the matrix to its first value.
+
+    Returns:
+        The first of these keys that exists:
+
+        - the key that sets the place of the fault in the run spec
+        - the key whose first value alone causes the fault
+        - the first key of the matrix, if only several values together cause the fault
     """
     if key := _find_key(fault.path, first_point):
         return key
@@ -1024,11 +1036,17 @@ def _find_owner(stage: Mapping[str, Any], fault: Fault, first_point: Mapping[str
 
 
 def _find_key(path: str, keys: Iterable[str]) -> str:
-    """Return the key of a matrix that sets a place in the run spec, or an empty string.
+    """Return the key of a matrix whose value replaces a given place of the run spec.
+
+    Example: the key `progress` replaces `progress.total`, because its value is a whole mapping.
 
     Args:
-        path: Dotted path of the place.
+        path: Place in the run spec, as a dotted path such as `progress.total`.
         keys: The keys of the matrix, which are dotted paths, too.
+
+    Returns:
+        The key, or an empty string if no key replaces the place. If several keys replace it, the
+        longest key.
     """
     fitting = [key for key in keys if path == key or path.startswith(f"{key}.")]
     return max(fitting, key=len, default="")

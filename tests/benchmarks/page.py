@@ -17,7 +17,7 @@ figures. Muster's Makefile has these commands for benchmarks:
 
 | command | purpose |
 | --- | --- |
-| `make bench` | measures everything{total}, and writes this page and the tables of \
+| `make bench` | runs all benchmarks{total}, and writes this page and the tables of \
 `docs/limits.md` |
 | `make bench ARGS='crash --record'` | measures the section `crash`, and writes its figures into \
 these pages |
@@ -61,10 +61,13 @@ def page(records: Mapping[str, Record], names: Sequence[str]) -> str:
 
 
 def _total(recorded: Sequence[Record], names: Sequence[str]) -> str:
-    """Return the duration of all benchmarks as text, or an empty string if unknown."""
+    """Return a text such as ` in about 2 min`, or an empty string if the duration is unknown.
+
+    The duration is that of all benchmarks together.
+    """
     if len(recorded) < len(names) or any(record.quick for record in recorded):
         return ""
-    return f", about {_duration(sum(record.took_s for record in recorded))}"
+    return f" in about {_duration(sum(record.took_s for record in recorded))}"
 
 
 def _not_run(records: Mapping[str, Record], names: Sequence[str]) -> Iterator[str]:

@@ -115,11 +115,12 @@ def measure(*, quick: bool) -> Result:
     by_figure = [row for figure_rows in zip(*rows.values(), strict=True) for row in figure_rows]
     return Result(
         name="sweep",
-        question=f"A sweep of {len(points)} points of {mean_s / 2:g} to {mean_s * 1.5:g} s on "
-        f"{_GPUS} logical GPUs of one Ray node: how long a GPU is idle while points wait, from the "
-        "lines that the programs of the points write, and how long the whole sweep takes. The "
-        "overhead per point is the idle time of all GPUs from the start of the sweep until the "
-        "last point begins, divided by the number of points",
+        question=f"A sweep of {len(points)} points on {_GPUS} logical GPUs of one Ray node. Each "
+        f"point is a program that runs for {mean_s / 2:g} to {mean_s * 1.5:g} s on one GPU, and "
+        "records its start and its end. The rows *a GPU is idle* show how long a GPU has no point "
+        "while other points wait for a GPU. The overhead per point is the idle time of all GPUs "
+        "from the start of the sweep to the start of the last point, divided by the number of "
+        "points",
         rows=[*by_figure, _make_ideal_row(points)],
         missing=[
             Missing(way=_TUNE, why=f"{', '.join(missing)} not installed: `make bench` does it")

@@ -259,7 +259,8 @@ def write_run(
     return record
 
 
-#: A command that gets the path of the checkpoint from which it starts.
+#: Keys of a component that saves checkpoints in the folder `out`. Muster passes the path of a
+#: checkpoint to the component, as an argument of its command.
 PASSES: dict[str, Any] = {"command": ["true", "${attempt.resume_from}"], "checkpoints": "out"}
 
 
@@ -366,7 +367,7 @@ def test_error_of_the_search_for_checkpoints_is_shown(
 
 def test_cancelled_run_says_that_its_checkpoints_cannot_be_read(tmp_path: Path) -> None:
     path = write_run(tmp_path, attempt(1, None, "cancelled"), (), **PASSES)
-    # A symbolic link to itself cannot be read.
+    # Make the folder of the checkpoints unreadable: replace it by a symbolic link to itself.
     (tmp_path / "out").symlink_to("out")
 
     shown = block(state="cancelled", message="the end", record_path=path)

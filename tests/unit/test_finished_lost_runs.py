@@ -1,6 +1,6 @@
-"""A run whose flow process was killed gets its final message in the log of its flow run.
+"""The end of a run after its flow process was killed: `finish_run`, with a fake Prefect server.
 
-The test calls `finish_run` with a fake Prefect server.
+`finish_run` must write the final message of the run into the log of the run's flow run.
 """
 
 from __future__ import annotations

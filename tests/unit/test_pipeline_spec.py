@@ -336,7 +336,7 @@ def test_unusable_evaluation_of_a_matrix_is_rejected(
 @pytest.mark.parametrize(
     ("matrix", "paths"),
     [
-        # One value is wrong. The first key of the matrix is right.
+        # The first key of the matrix has only valid values. The second key has a wrong value.
         ({"env.LR": [1, 3], "stall_after_s": ["1.0e3"]}, ["stall_after_s.0"]),
         ({"env.LR": [1, 3], "stall_after_s": [5, "1.0e3", 7]}, ["stall_after_s.1"]),
         # Both values of a key are wrong.
