@@ -50,9 +50,9 @@ class FlowLoss:
     killed: tuple[int, ...] = ()
     #: Leftover files and directories that Muster has deleted.
     removed: tuple[Path, ...] = ()
-    #: Last training step of the run's last attempt, as the attempt's event log or metrics file has
-    #: it. `run.json` may have an earlier step or no step, because the flow process was killed before
-    #: it had read the last lines of the metrics file. None if unknown.
+    #: Last training step in the event log or the metrics file of the run's last attempt. `run.json`
+    #: may have an earlier step or no step, because the flow process was killed before it read the
+    #: end of the metrics file. None if unknown.
     last_step: float | None = None
     #: Submission ids of the leftover Ray jobs that Muster has ended.
     jobs: tuple[str, ...] = ()

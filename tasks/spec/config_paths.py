@@ -44,6 +44,8 @@ _OTHER_MAPPINGS = re.compile(
     r"|load(?:er|ing)?|log(?:s|ger|gers|ging)?|models?|pretrain(?:ed|ing)?|ref(?:erence)?"
     r"|restore|resume|rewards?|teacher|tests?|testing|token(?:s|izer|izers)?)(?=$|[._-])"
 )
+#: Matches the places in a name at which a word begins with a capital letter, such as in `refModel`.
+_WORD_START = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 #: Matches keys for folders of logs and experiments. A script may save its checkpoints in such a
 #: folder, or in a subfolder.
 _VAGUE_KEYS = re.compile(r"(?:log|logging|work|run|exp|experiment)_?dir")
@@ -158,7 +160,7 @@ def _is_certain(key: str, prefix: str, purpose: Purpose) -> bool | None:
     if purpose is not Purpose.CHECKPOINTS:
         return True if find_purpose(key) is purpose else None
     plain_key = key.replace("-", "_").lower()
-    is_elsewhere = _OTHER_MAPPINGS.search(prefix.replace("-", "_").lower()) is not None
+    is_elsewhere = _OTHER_MAPPINGS.search(_WORD_START.sub("_", prefix).lower()) is not None
     if _SAVE_KEYS.fullmatch(plain_key):
         return not is_elsewhere
     if _CHECKPOINT_KEYS.fullmatch(plain_key):

@@ -824,6 +824,10 @@ open(out / "metrics.jsonl", "a")
             "outdir",
         ),
         ("yaml", "checkpoint_path: runs/out\n", "checkpoint_path"),
+        # Words such as `ref`, `log` and `test` count only as whole words.
+        ("yaml", "refine: {checkpoint_path: runs/out}\n", "refine.checkpoint_path"),
+        ("yaml", "login: {checkpoint_dir: runs/out}\n", "login.checkpoint_dir"),
+        ("yaml", "testbed: {checkpoint_dir: runs/out}\n", "testbed.checkpoint_dir"),
     ],
 )
 def test_checkpoints_are_searched_in_the_folder_that_a_configuration_file_names(
@@ -910,6 +914,8 @@ def test_folder_of_an_evaluation_is_no_certain_folder_of_checkpoints(tmp_path: P
         (CONFIG_SCRIPT, "ckpt_path: runs/old"),
         (CONFIG_SCRIPT, "model: {checkpoint_path: org/base}"),
         (CONFIG_SCRIPT, "train: {init_from: {checkpoint_dir: runs/old}}"),
+        (CONFIG_SCRIPT, "refModel: {checkpoint_path: org/base}"),
+        (CONFIG_SCRIPT, "dataset: {checkpoint_path: cache}"),
         (CONFIG_SCRIPT, "output_dir: ."),
         (CONFIG_SCRIPT, "output_dir: [malformed"),
         (CONFIG_SCRIPT.replace("tiny", "missing"), "output_dir: out"),
