@@ -20,18 +20,18 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.responses import SetStateStatus
 from prefect.states import Cancelling, Crashed, Running, Scheduled
 
-from tasks.processes.identity import ProcessId, boot_id, host_name
-from tasks.processes.registry import LostRun, Owner
+from tasks.processes.identity import host_name
+from tasks.processes.registry import LostRun
 from tasks.record.events import EventLog
 from tasks.record.final_record import FlowLoss, describe_cleanup_after_loss
 from tasks.record.run_json import RunJson, RunRecord
 from tasks.record.states import RunState
 from tasks.upkeep import lost_run
 from tasks.upkeep.lost_run import finish_run
+from tests.support.lost_runs import make_lost_run
 
 FLOW_RUN = uuid4()
 RUN_ID = "a-run"
-GONE = ProcessId(pid=1 << 22, start_ticks=1, boot_id=boot_id())
 ANNOUNCED = f"The flow process of this run was killed. {describe_cleanup_after_loss(RUN_ID)}"
 FINAL = (
     "the flow process (pid 7) of this run was killed or lost; the run had no leftover processes. "
@@ -73,19 +73,10 @@ def lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LostRun:
     record.begin_attempt(1)
     record.move(RunState.ADMITTED)
     (tmp_path / "attempt-01").mkdir()
-    owner = Owner(
-        run_id=RUN_ID,
-        host=host_name(),
-        process=GONE,
-        flow_run_id=str(FLOW_RUN),
-        api_url="http://127.0.0.1:9/api",
-        worker=host_name(),
-        directory=tmp_path,
-    )
     monkeypatch.setattr(LostRun, "forget", lambda _self: None)
     monkeypatch.setattr(lost_run, "update_page_of_closed_run", lambda *_: None)
     monkeypatch.setattr(lost_run, "cancel_evaluations_of_closed_run", lambda *_: None)
-    return LostRun(tmp_path / "live", owner)
+    return make_lost_run(tmp_path / "live", FLOW_RUN, run_id=RUN_ID, directory=tmp_path)
 
 
 @pytest.fixture

@@ -13,31 +13,21 @@ import pytest
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.states import Completed, Running
 
-from tasks.processes.identity import ProcessId, boot_id, host_name
-from tasks.processes.registry import LostRun, Owner
+from tasks.processes.identity import host_name
+from tasks.processes.registry import LostRun
 from tasks.record.final_record import FlowLoss
 from tasks.upkeep import lost_run
 from tasks.upkeep.lost_run import keep_jobs
+from tests.support.lost_runs import make_lost_run
 
 FLOW_RUN = uuid4()
-GONE = ProcessId(pid=1 << 22, start_ticks=1, boot_id=boot_id())
 
 
 @pytest.fixture
 def lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LostRun:
     """A run that a worker of this host started, and whose flow process was killed."""
     monkeypatch.setattr(lost_run, "has_adoptable_attempt", lambda _lost: True)
-    owner = Owner(
-        run_id="a-run",
-        host=host_name(),
-        process=GONE,
-        flow_run_id=str(FLOW_RUN),
-        api_url="http://127.0.0.1:9/api",
-        worker=host_name(),
-        directory=tmp_path,
-        adopts=True,
-    )
-    return LostRun(tmp_path, owner)
+    return make_lost_run(tmp_path, FLOW_RUN, directory=tmp_path, adopts=True)
 
 
 @pytest.fixture
