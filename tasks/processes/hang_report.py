@@ -129,10 +129,11 @@ _WAITS_FOR_CHILDREN = re.compile(
     r"\([^()]*(?:\btorch/multiprocessing/spawn|\btorch/utils/data/dataloader"
     r"|\bmultiprocessing/(?:popen_\w+|process|pool)|\bconcurrent/futures/\w+|\bsubprocess)\.py:"
 )
-#: Pattern of the stack frame in which a child process of `multiprocessing` begins its own work. If
-#: the child was forked, the frames further out are copied from the parent process, so the child
-#: does not execute these frames.
-_STARTS_FORK = re.compile(r"\b_bootstrap \([^()]*\bmultiprocessing/process\.py:")
+#: Pattern of the stack frame in which a child process of `multiprocessing` begins its own work. The
+#: frames further out are never this work. In a forked child, these frames are copied from the
+#: parent process. In a child of the start methods `spawn` and `forkserver`, these frames only start
+#: the child.
+_STARTS_CHILD = re.compile(r"\b_bootstrap \([^()]*\bmultiprocessing/process\.py:")
 #: Pattern of the stack frame of a function such as `spawn_main`. `multiprocessing` starts a child
 #: process with `python -c CODE`, and CODE calls such a function. CODE does not count as the
 #: program's own code.
@@ -401,7 +402,7 @@ def _find_own_frame(frames: Sequence[Mapping[str, Any]]) -> int | None:
         process pool.
     """
     for position, frame in enumerate(frames):
-        if _STARTS_FORK.search(_format_frame(frame)):
+        if _STARTS_CHILD.search(_format_frame(frame)):
             return None
         if _is_own(frame["filename"]):
             called = _format_frame(frames[position - 1]) if position else ""

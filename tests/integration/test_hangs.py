@@ -246,9 +246,9 @@ def test_message_about_a_hang_names_the_child_that_its_parent_waits_for(
     assert "it hangs in hang_in_child (program.py:6), in " in failure.message
 
 
-#: A program of rank 1 with two forked workers. One worker hangs in `hang_in_child`. The other
-#: worker waits in library code, like an idle worker of PyTorch's data loader. The call stack of
-#: each worker also shows `main`, which forked the worker.
+#: A program of rank 1 with two workers. One worker hangs in `hang_in_child`. The other worker waits
+#: in library code, like an idle worker of PyTorch's data loader. If the start method is `fork`, the
+#: call stack of each worker also shows `main`, which forked the worker.
 IDLE_WORKER = """
 import multiprocessing, threading
 from multiprocessing import connection
@@ -258,22 +258,28 @@ def hang_in_child():
     threading.Event().wait()
 
 def main():
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("START_METHOD")
     reader, writer = context.Pipe()
     context.Process(target=connection.wait, args=([reader], 600)).start()
     worker = context.Process(target=hang_in_child)
     worker.start()
     worker.join()
 
-main()
+if __name__ == "__main__":
+    main()
 """
 
 
-def test_message_about_a_hang_names_no_idle_worker(harness: ComponentHarness) -> None:
+@pytest.mark.parametrize(
+    "start_method", ["fork", pytest.param("spawn", marks=pytest.mark.thorough)]
+)
+def test_message_about_a_hang_names_no_idle_worker(
+    harness: ComponentHarness, start_method: str
+) -> None:
     if hang_report._find_py_spy() is None:
         pytest.skip("py-spy is not installed")
     program = harness.directory / "program.py"
-    program.write_text(IDLE_WORKER)
+    program.write_text(IDLE_WORKER.replace("START_METHOD", start_method))
     component = harness.component(
         "trainer", (sys.executable, str(program)), ready=UP, env={"RANK": "1"}
     )
