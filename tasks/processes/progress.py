@@ -64,7 +64,7 @@ _PROBABLY_WRONG_AFTER = 20
 #: Time limit in seconds for one read of the metrics file. If a read takes longer, Muster assumes
 #: that the file system does not answer.
 _READ_WITHIN_S = 1.0
-#: Time limit in seconds for the search of a file that contains the training steps.
+#: Time limit in seconds to find another file that contains the training steps.
 _SEARCH_WITHIN_S = 5.0
 #: Largest number of keys and files that a message lists.
 _LISTED_AT_MOST = 8
@@ -968,13 +968,14 @@ class ProgressWatch:
         return await self._name_other_metrics(missing)
 
     async def _name_other_metrics(self, missing: MissingStep) -> MissingStep:
-        """Return the reason for the missing step, with the file that has the steps.
+        """Add the name of another file that contains the steps to the reason for a missing step.
 
         Args:
-            missing: Reason for the unknown step. The metrics file has no lines.
+            missing: Reason for the missing step. `missing.is_before_first_line` is True.
 
         Returns:
-            `missing`, if no other file has steps of this attempt.
+            The reason with the name of the other file. `missing` if Muster does not find another
+            file within the time limit.
         """
         reader = self.readers.of(self.plan.cwd)
         try:
@@ -985,12 +986,13 @@ class ProgressWatch:
             return missing
 
         path_in_spec = json.dumps(found.path_in_spec, ensure_ascii=False)
-        source = f", and {found.named_by} names this file" if found.named_by else ""
-        condition = "" if found.named_by else ", if the training writes its steps to this file"
-        return MissingStep(
-            problem=f"{missing.problem}, but {found.path} has new steps{source}",
-            remedy=f"In the key `progress` of the spec, write `jsonl: {path_in_spec}`{condition}.",
-        )
+        problem = f"{missing.problem}, but {found.path} has steps of this attempt"
+        remedy = f"In the key `progress` of the spec, write `jsonl: {path_in_spec}`."
+        if found.named_by:
+            problem += f", and {found.named_by} names this file or a folder that contains it"
+        else:
+            remedy = f"Check whether the training writes its steps to {found.path}. If so: {remedy}"
+        return MissingStep(problem=problem, remedy=remedy)
 
     async def _warn_of_missing_step(self) -> None:
         """Publish a warning if the training step will probably never be known.

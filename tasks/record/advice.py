@@ -2,7 +2,7 @@
 
 The advice depends on the log of the program. If the log names the error, the message of the failure
 repeats the error, so the advice must not send the user to the log for the same error. If the log
-names no error, the advice must not promise the user that the log shows the reason.
+names no error, the advice must not promise that the log shows the reason.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def advise_unexplained_exit(process: str, exit_code: int) -> str:
     """
     if exit_code == 0:
         return (
-            f"Muster found no error message of {process} in the log, and exit code 0 means that "
+            f"Muster found no error message from {process} in the log, and exit code 0 means that "
             f"{process} ended without an error. Check whether {process} has less data than the "
             "other ranks, and search the code for a `return`, `break`, sys.exit or os._exit that "
             f"ends only {process}."
         )
     return (
-        f"Muster found no error message of {process} in the log. If the last log lines do not "
+        f"Muster found no error message from {process} in the log. If the last log lines do not "
         f"show the reason either, search the code for a call that ends {process} with exit code "
         f"{exit_code}, such as sys.exit({exit_code}), os._exit({exit_code}), or `exit {exit_code}` "
         "in a shell script. Print the reason before this call."
@@ -39,11 +39,12 @@ def advise_unexplained_exit(process: str, exit_code: int) -> str:
 
 
 def advise_by_log(failure: Failure) -> str:
-    """Return advice about a failure that has no hint.
+    """Return advice about a failure whose `hint` is empty.
 
     Returns:
-        The general advice for the kind of the failure. If this advice is to read the log, but the
-        log cannot help, other advice is returned.
+        In most cases, the general advice for the kind of the failure. If this general advice is to
+        read the log, two cases have other advice: the message already repeats the error from the
+        log, or the log has no error message.
     """
     general_advice = failure.kind.properties.remedy
     if failure.kind not in _KINDS_THAT_POINT_TO_THE_LOG or not failure.component:

@@ -105,8 +105,8 @@ def describe_cleanup_after_loss(
         run_id: Id of the run.
         is_adopted: True if the Ray jobs of the run continue, and a new flow process will supervise
             them.
-        next_attempt: Sentence about the start of the next attempt, without a full stop. Not used if
-            `is_adopted` is True. Empty if unknown.
+        next_attempt: Sentence about the start of the next attempt, without a full stop. Empty if
+            unknown. Ignored if `is_adopted` is True.
     """
     if is_adopted:
         return (
@@ -117,7 +117,7 @@ def describe_cleanup_after_loss(
     return (
         "Within a minute, a worker or the upkeep process of Muster ends the remaining processes of "
         "the run and completes its record. If this host has no worker and no upkeep process, run "
-        f"`muster reconcile`. {start}To continue the run after that: muster retry {run_id}"
+        f"`muster reconcile`. {start}To continue the run after this cleanup: muster retry {run_id}"
     )
 
 

@@ -113,8 +113,8 @@ def compare_attempts(first_name: str, second_name: str) -> Comparison:
 def _compare(first: dict[str, object], second: dict[str, object], note: str = "") -> Comparison:
     """Return the comparison of two attempts.
 
-    If only one of the attempts has a certain component, the start orders of the attempts are left
-    out: the keys of the component already show the difference.
+    If a component is in only one of the specs, the start orders of the components are left out,
+    because the keys of this component already show the difference.
 
     Args:
         first: Properties of the first attempt.
@@ -139,14 +139,14 @@ def _list_components(properties: Mapping[str, object]) -> set[str]:
 
 
 def _describe_start(*, is_first_from_file: bool) -> str:
-    """Return a line about two runs that were started in different ways.
+    """Return a line that says how each of two runs was started.
 
     Args:
         is_first_from_file: True if `muster train` started the first run.
     """
     ways = ["with muster train", "by a worker (muster submit, or a deployment)"]
     first, second = ways if is_first_from_file else reversed(ways)
-    return f"the first run was started {first}, the second run {second}"
+    return f"the first run was started {first}, and the second run was started {second}"
 
 
 def _show(value: object) -> str:
@@ -372,8 +372,9 @@ def _read_submitted_code(name: str | None) -> dict[str, object]:
 def _flatten_spec(spec: object) -> dict[str, object]:
     """Return a mapping from dotted names, such as `spec.env.SEED`, to the values of a spec.
 
-    The name of the code and the run id are left out. The result always has the order in which the
-    components start, because only the spec of a submitted run names this order.
+    The name of the code and the run id are left out. The result always contains the start order of
+    the components. Only the spec of a submitted run has a key for this order. Without this key, the
+    start order is the order of the components in the spec.
     """
     left_out = ("spec.code", "spec.run_id")
     if isinstance(spec, Mapping):
@@ -403,8 +404,8 @@ def _read_comparable_spec(place: RunPlace, attempt: AttemptRecord, project: str)
     """Return the spec of an attempt, with placeholders instead of paths, ports and the run id.
 
     Paths, ports and run ids can differ although two specs are the same. A comparison must not list
-    these differences. A submitted run works in a copy of the project, so the path of the copy is
-    replaced by the path of the project.
+    these differences. A submitted run works in a copy of the project, so the path of the project
+    replaces the path of the copy.
 
     Args:
         place: Paths of the run's files.

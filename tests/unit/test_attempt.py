@@ -363,7 +363,7 @@ async def test_remedy_for_a_wrong_metrics_path_names_the_file_with_the_steps(
     verdict = await verdict_of(attempt)
 
     assert verdict.failure is not None
-    assert verdict.message.endswith(f"but {metrics} has new steps")
+    assert verdict.message.endswith(f"but {metrics} has steps of this attempt")
     assert '`jsonl: "out/steps.jsonl"`' in verdict.failure.hint
     assert "Change the training" not in verdict.failure.hint
 

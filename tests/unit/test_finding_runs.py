@@ -487,8 +487,8 @@ def test_diff_of_a_train_run_and_a_submitted_run_shows_only_changes_of_the_user(
     shown = diff_text(capsys).splitlines()[:-1]
 
     start = (
-        "the first run was started with muster train, the second run by a worker (muster submit, "
-        "or a deployment)"
+        "the first run was started with muster train, and the second run was started by a worker "
+        "(muster submit, or a deployment)"
     )
     assert shown == [*lines, start]
 
@@ -1001,12 +1001,12 @@ def test_report_of_a_killed_flow_process_names_the_step_of_the_next_attempt(
 
     text = " ".join(capsys.readouterr().out.split())
     assert (
-        "The next attempt continues from step 10 (checkpoint-10). To continue the run after that: "
-        f"muster retry {LIVE}" in text
+        "The next attempt continues from step 10 (checkpoint-10). To continue the run after this "
+        f"cleanup: muster retry {LIVE}" in text
     )
 
 
-def test_message_without_the_step_is_completed_with_the_step(killed_run: Run) -> None:
+def test_step_of_the_next_attempt_is_added_if_the_message_does_not_name_it(killed_run: Run) -> None:
     message = f"killed by SIGKILL. {describe_cleanup_after_loss(killed_run.run_id)}"
 
     sentence = describe_lost_process(replace(killed_run, state="crashed", message=message))

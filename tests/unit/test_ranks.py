@@ -475,7 +475,7 @@ def test_advice_about_a_rank_without_an_error_message_names_its_exit_code(
 ) -> None:
     failure = fail(log + table(entry(1, code, 7), STOPPED), first_death=death(code))
 
-    assert failure.hint.startswith("Muster found no error message of rank 1 in the log.")
+    assert failure.hint.startswith("Muster found no error message from rank 1 in the log.")
     assert f"os._exit({code})" in failure.hint
 
 
@@ -484,7 +484,7 @@ def test_advice_about_a_rank_that_ended_with_exit_code_0_names_possible_reasons(
 
     failure = fail(STEPS + LOST_PEER + table(entry(0, 1, 6)), early_end=early_end)
 
-    assert failure.hint.startswith("Muster found no error message of rank 1 in the log")
+    assert failure.hint.startswith("Muster found no error message from rank 1 in the log")
     assert "less data than the other ranks" in failure.hint
     assert "os._exit" in failure.hint
     assert "read the last log lines" not in failure.hint
@@ -505,8 +505,8 @@ def test_advice_does_not_ask_for_a_reason_that_the_message_names(error: str) -> 
 @pytest.mark.parametrize(
     ("text", "remedy"),
     [
-        ("", "Muster found no error message of trainer in the log."),
-        (STEPS, "Muster found no error message of trainer in the log."),
+        ("", "Muster found no error message from trainer in the log."),
+        (STEPS, "Muster found no error message from trainer in the log."),
         (traceback_of("RuntimeError: bad batch"), "The message names the error, and the traceback"),
         ("RuntimeError: bad batch\n", "Correct the error that the message names"),
         ("Traceback (most recent call last):\n", "Read the end of the component's log."),
