@@ -286,9 +286,9 @@ def make_failure(
         if cause is not None and cause.rule.role is Role.WRAPPER:
             line = ""
         is_wrapper = cause is not None and cause.rule.role is Role.WRAPPER
+        # If `cause_line` is not empty, the message already names the reason. In this case, do not
+        # send the user to the log for the reason.
         if not cause_line and (not hint or is_wrapper):
-            # If `cause_line` is not empty, the message already names the reason. So do not send the
-            # user to the log for the reason.
             is_unexplained = cause is None or is_wrapper
             hint = _advise_about_rank(first_rank, is_unexplained=is_unexplained)
         elif first_rank.alive and kind is FailureKind.COLLECTIVE_TIMEOUT:
@@ -459,7 +459,9 @@ def _make_exit_hint(exit: Exit) -> str:
 
 
 def _advise_about_rank(first_rank: RankFailure, *, is_unexplained: bool) -> str:
-    """Return advice about the first failed process, if the message does not name the reason.
+    """Return advice about the first failed process of a component.
+
+    The advice is for a failure whose message does not name the reason.
 
     Args:
         first_rank: The first failed process of the component.

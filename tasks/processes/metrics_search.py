@@ -1,4 +1,4 @@
-"""Search the file to which a training writes its steps, if the run spec names another file."""
+"""Find the file to which a training writes its steps if `progress.jsonl` names another file."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tasks.processes.component import AttemptPlan, ComponentPlan
 from tasks.record.places import RunPlace, is_own_json_file
 from tasks.spec.probes import get_step
 
-#: Ends of the names of metrics files.
+#: Suffixes of the names of metrics files.
 _SUFFIXES = (".jsonl", ".ndjson", ".json")
-#: Number of bytes at the end of a file in which a training step is searched.
+#: A search for a training step reads at most this number of bytes, at the end of the file.
 _TAIL_BYTES = 65536
-#: Folders are searched down to this number of levels.
+#: Number of levels of subfolders that are searched in a folder.
 _LEVELS = 2
-#: Largest number of files and folders that one search examines.
+#: The search of a folder ends after this number of files and folders.
 _ENTRIES_AT_MOST = 2000
-#: Matches the words of a shell command, and the value of an argument such as `log=out/m.jsonl`.
+#: Matches each word of a shell command, and the path in an argument such as `log=out/m.jsonl`.
 _WORD = re.compile(r"""[^\s"'=;,|&<>()]+""")
 
 
@@ -35,22 +35,23 @@ class FoundMetrics:
     path: Path
     #: Path of the file for the run spec. The path may begin with `${attempt.dir}` or `${run.dir}`.
     path_in_spec: str
-    #: Text that says where the name of the file comes from, such as `the command of trainer`. Empty
-    #: if the file was only found in a folder of the run.
+    #: Place that names the file or a folder above the file, such as `the command of trainer`. Empty
+    #: if no command and no environment variable names the file.
     named_by: str
 
 
 def find_metrics(plan: AttemptPlan) -> FoundMetrics | None:
-    """Return a file to which this attempt has probably written its steps. May block.
+    """Return a file to which this attempt has probably written its steps.
 
-    The files that the commands and the environments of the components name are examined first. Then
-    the folder of the attempt, the run's directory and the working directory are searched.
+    The search first examines the files that a command or an environment variable of a component
+    names. Then it examines the folder of the attempt, the run's directory and the working
+    directory. The search blocks while it reads the files.
 
     Args:
         plan: Plan of the attempt.
 
     Returns:
-        None if no such file is found, or if the run spec has no setting `progress`.
+        None if no file is found, or if the run spec has no key `progress`.
     """
     if plan.progress is None:
         return None
@@ -65,7 +66,7 @@ def _list_candidates(plan: AttemptPlan) -> Iterator[tuple[Path, str]]:
     """Yield the files that may contain the steps, most probable first.
 
     Yields:
-        Each file, and the source of its name as in `FoundMetrics.named_by`.
+        The path of a file, and the value of `FoundMetrics.named_by` for this file.
     """
     for component in plan.components:
         for path in _list_named_by_command(component):
@@ -80,10 +81,11 @@ def _list_candidates(plan: AttemptPlan) -> Iterator[tuple[Path, str]]:
 
 
 def _name_folders(plan: AttemptPlan) -> dict[Path, str]:
-    """Return a mapping from each folder of the attempt to the name of the folder in the run spec.
+    """Return the folders of an attempt, each with the text that stands for it in the run spec.
 
     The folder of the attempt comes first, then the run's directory, then the working directory.
-    Paths in the run spec are relative to the working directory, so its name is empty.
+    The text for the working directory is empty, because a relative path in the run spec begins at
+    the working directory.
     """
     folders = {}
     for component in plan.components:
@@ -98,7 +100,7 @@ def _list_named_by_command(component: ComponentPlan) -> Iterator[Path]:
     """Yield the metrics files that the command of a component may name.
 
     If the command names a folder, the files in this folder are yielded, too. The working directory
-    and the folders above it are skipped: other programs may write into such a large folder.
+    and its parent folders are skipped, because other programs may write into these folders.
     """
     command = component.command
     for argument in command.argv:
@@ -111,7 +113,7 @@ def _list_named_by_command(component: ComponentPlan) -> Iterator[Path]:
 
 
 def _list_files(folder: Path) -> Iterator[Path]:
-    """Yield the possible metrics files in a folder and in its folders, in a fixed order.
+    """Yield the possible metrics files in a folder and in its subfolders, in a fixed order.
 
     Hidden folders are skipped. Symbolic links to folders are not followed.
     """
@@ -137,10 +139,10 @@ def _is_candidate(name: str) -> bool:
 
 
 def _has_new_steps(path: Path, key: str, since: float | None) -> bool:
-    """Return True if a file has a training step, and was written during this attempt.
+    """Return True if a file contains a training step and was written during this attempt.
 
     Args:
-        path: The file. It need not exist.
+        path: Path of the file. The file may be missing.
         key: Key of the training step.
         since: Start of the attempt in UTC epoch seconds. None if every file counts as new.
     """

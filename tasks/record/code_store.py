@@ -180,8 +180,8 @@ def check_out(code: Code, place: Path, fetch: Fetch = lambda _: None) -> None:
 
     Missing and changed files are written again. Other files in the folder are kept.
 
-    If the project folder exists on this machine, `place` also gets symbolic links to the files that
-    git ignores in the project, such as data, and the empty folders of the project.
+    If the project folder exists on this machine, `place` also gets the empty folders of the
+    project, and symbolic links to the files that git ignores in the project, such as data.
 
     Args:
         code: Snapshot of the project.
@@ -483,13 +483,17 @@ class _ProjectFiles:
     names: set[str]
     #: Paths that git ignores. If git ignores a whole folder, only the folder is listed.
     ignored: set[str]
-    #: Paths of `ignored` to which a copy of the project has symbolic links.
+    #: Those paths in `ignored` that become symbolic links in a copy of the project.
     linked: set[str]
-    #: Path of Muster's home directory, or None if it is outside of the project folder.
+    #: Path of Muster's home directory, or None if this directory is outside the project.
     home: str | None
 
     def is_left_out(self, folder: str) -> bool:
-        """Return True if a copy of the project leaves out a folder, or has a link to it."""
+        """Return True if a copy of the project has no folder of its own at this path.
+
+        The copy usually has a symbolic link at the path of an ignored folder. The copy has nothing
+        at the path of a cache or of Muster's home directory.
+        """
         is_cache = _CACHES.search(folder) is not None
         return folder in self.ignored or folder == self.home or is_cache
 
@@ -559,7 +563,7 @@ def _listed(root: Path) -> tuple[set[str], set[str]]:
 
 
 def _without_parents(names: Collection[str]) -> set[str]:
-    """Return the paths without those that are parent folders of other paths.
+    """Return the paths that are not parent folders of other paths.
 
     If a folder contains nothing except ignored empty folders, git lists both the folder and the
     ignored folders, although git does not ignore the folder itself.
@@ -641,8 +645,8 @@ def _path_in(folders: dict[str, str], name: str) -> str:
 def _make_folder(place: Path, name: str) -> None:
     """Create an empty folder in a copy of a project.
 
-    If a file or a symbolic link of the copy is in the place of the folder or of one of its parent
-    folders, the folder is not created.
+    Missing parent folders are created, too. The folder is not created if the copy has a file or a
+    symbolic link at the path of the folder or of a parent folder.
 
     Args:
         place: Folder with the copy.

@@ -1,4 +1,4 @@
-"""Find the empty folders of a project, which git does not list."""
+"""Find the empty folders of a project. git lists only files."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from contextlib import suppress
 from pathlib import Path
 
 #: Largest number of folders that are read in one search. Folders near the root of the project are
-#: read first. A project with more folders usually has a data set in its folder.
+#: read first. A project with more folders usually contains a data set.
 _MOST_FOLDERS = 10_000
-#: Names of files and folders that exist only at the root of a Python environment: the first in a
-#: virtual environment, the second in a conda environment.
+#: Names that exist only at the root of a Python environment: the file `pyvenv.cfg` in a virtual
+#: environment, and the folder `conda-meta` in a conda environment.
 _ENVIRONMENT_MARKERS = frozenset(("pyvenv.cfg", "conda-meta"))
 
 
 def find_empty_folders(root: Path, is_left_out: Callable[[str], bool]) -> Iterator[str]:
     """Yield the relative paths of a project's empty folders.
 
-    A folder whose only content is an empty folder is not yielded itself. Folders behind symbolic
-    links, folders named `.git`, and the content of Python environments are not searched. A folder
-    that cannot be read is skipped. The search ends after 10,000 folders.
+    A folder that contains an empty folder is not empty itself, so it is not yielded. Folders behind
+    symbolic links, folders named `.git`, and subfolders of Python environments are not searched. A
+    folder that cannot be read is skipped. The search ends after 10,000 folders.
 
     Args:
         root: The project folder.
@@ -46,7 +46,7 @@ def find_empty_folders(root: Path, is_left_out: Callable[[str], bool]) -> Iterat
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Return True for a folder in which empty folders are searched."""
+    """Return True for a folder that is not named `.git` and is not a symbolic link."""
     if entry.name == ".git":
         return False
     try:

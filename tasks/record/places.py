@@ -483,7 +483,7 @@ class RunPlace:
 
     @property
     def code(self) -> Path:
-        """Folder of the copy of the project, in which a submitted run works."""
+        """Folder with the copy of the project. A submitted run works in this folder."""
         return self.directory / "code"
 
     @property

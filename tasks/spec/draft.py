@@ -703,14 +703,14 @@ class _SpecWriter:
     def _find_last_step(self) -> int | None:
         """Return the number of the last training step, or None if unknown.
 
-        The number is one less than the total number if the script counts its steps from 0.
+        If the script counts its steps from 0, the last step is one less than the number of steps.
         """
         total = self._find_total()
         return total - 1 if total and self._counts_from_zero else total
 
     @property
     def _step_loop(self) -> StepLoop | None:
-        """Loop over the training steps in the script, if its number of steps is clear."""
+        """Loop over the training steps in the script, or None if the number of steps is unclear."""
         is_python = self._script.file.suffix == ".py"
         has_loop = is_python and "loop_hook" in self._framework["parts"]
         return find_step_loop(self._script.content) if has_loop else None

@@ -1,6 +1,7 @@
-"""Read from the source of a Python script how many steps its training has.
+"""Read the number of training steps from a loop in a Python script.
 
-`muster init` uses this module if no option of the script names the number of steps.
+`muster init` uses this module if neither an option nor a setting of the script, such as
+`max_steps=60`, contains the number of steps.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 from tasks.spec.script_structure import parse_source
 
-#: Matches the variable of a loop over the training steps.
+#: Matches the name of the variable of a loop over the training steps.
 _STEP_VARIABLE = re.compile(r"(?:global_|train_|training_)?(?:step|iteration|iter|it)")
 
 #: Statements and expressions that run their body several times.
@@ -31,17 +32,18 @@ _LOOPS = (
 class StepLoop:
     """A loop over all steps of a training, with a known number of steps."""
 
-    #: Number of the training's steps.
+    #: Number of training steps.
     total: int
-    #: Number that the loop gives to its last step: `total`, or `total - 1` if it counts from 0.
+    #: Number of the last step: `total`, or `total - 1` if the loop counts from 0.
     last_step: int
 
 
 def find_step_loop(source: str) -> StepLoop | None:
     """Return the loop over the training steps in a Python script.
 
-    The end of the loop must be a number, or a name that the script sets once to a number. Examples
-    are `for step in range(1, 21):` and `for step in range(STEPS):`.
+    The end of the loop must be known: a number, a name that the script sets once to a number, or a
+    sum or difference of these. Examples are `for step in range(1, 21):` and
+    `for step in range(STEPS):`.
 
     Args:
         source: Source text of the script.
@@ -99,10 +101,10 @@ def _find_range(expression: ast.expr) -> ast.Call | None:
 
 
 def _read_loop(loop: ast.For, constants: Mapping[str, int]) -> StepLoop | None:
-    """Return the number of steps of a loop, or None if it is unknown.
+    """Return a description of a loop, or None if its number of steps is unknown.
 
-    If the loop starts at an unknown number, such as the step of a checkpoint, only the last step
-    counts: the first run starts at step 0, or at step 1 if the expression ends with `+ 1`.
+    The loop may start at an unknown number, such as the step of a checkpoint. The loop of a run
+    without a checkpoint then starts at 0, or at 1 if the expression adds 1 to the unknown number.
     """
     call = _find_range(loop.iter)
     if call is None or call.keywords or len(call.args) not in (1, 2):
@@ -129,7 +131,7 @@ def _adds_one(expression: ast.expr) -> bool:
 
 
 def _evaluate(expression: ast.expr, constants: Mapping[str, int]) -> int | None:
-    """Return the value of a number, a constant, or a sum of both. Return None if it is unknown."""
+    """Return the value of a number, of a constant, or of a sum or difference. None if unknown."""
     match expression:
         case ast.Constant(value=bool()):
             return None

@@ -1,8 +1,8 @@
-"""Decide whether a completed run has training steps left, and end the retry of a run without any.
+"""Decide whether a completed run has training steps left, and end a retry if no steps are left.
 
-`muster retry` refuses to retry such a run. *Retry* in the Prefect UI does not ask Muster, so the
-process that a worker then starts ends at once. It changes neither the record nor the files of the
-run.
+`muster retry` refuses to retry a completed run that has no steps left. *Retry* in the Prefect UI
+does not ask Muster: a worker starts a process for the run. This process ends at once, and changes
+neither the record nor the files of the run.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from tasks.upkeep.waiting_runs import read_earlier_record
 def has_steps_left(spec: RunSpec, record: RunJson | None) -> bool | None:
     """Return True if the training of a run has not reached its last step.
 
-    Some trainers count their steps from 0. So a run that has reached the step before the last step
-    has no steps left.
+    Some trainers count their steps from 0. So a run that has reached step 59 of 60 also has no
+    steps left.
 
     Args:
         spec: The run spec.
         record: The record of the run, or None if the run has none.
 
     Returns:
-        None if the last step or the reached step is unknown. If a person has chosen an earlier
-        checkpoint for the next attempt, the reached step counts as unknown.
+        None if the last step or the reached step is unknown. If a person has retried the run from
+        an earlier checkpoint, the steps of attempts before this retry do not count.
     """
     total = spec.progress.total if spec.progress is not None else None
     success_step = spec.success.step if spec.success is not None else None
@@ -56,7 +56,7 @@ def end_completed_run(spec: RunSpec, run_id: str) -> State[None] | None:
 
     Returns:
         The state Completed. None if the run must start: the run is not completed, training steps
-        are left, or their number is unknown.
+        may be left, or another process of the run is alive.
     """
     flow_run = find_worker_flow_run()
     if flow_run is None or flow_run.run_count <= 1:
@@ -65,7 +65,7 @@ def end_completed_run(spec: RunSpec, run_id: str) -> State[None] | None:
     with suppress(OSError, ValueError):
         owner = read_owner(run_id)
         if owner is not None and owner.process.is_alive():
-            # Another process of the run is just ending. `open_run` handles this case.
+            # Another process of the run has not ended yet. `open_run` handles this case.
             return None
         record = RunJson.read_for_flow_run(RunPlace.of(run_id).record, str(flow_run.id))
     api_url = find_lasting_api_url()

@@ -51,15 +51,18 @@ def find_record(run: Run) -> RunJson | None:
 def describe_lost_process(run: Run) -> str:
     """Return a text for the user if the flow process of a run died before the run ended.
 
-    The text names the checkpoint from which the next attempt would start, if Muster knows it. Only
-    the files of this machine are read. The Prefect server and the record of the run show the death
-    of the process later, after a worker or `muster reconcile` has reported it.
+    The text says from which checkpoint the next attempt would start. This sentence is left out if
+    Muster cannot read the spec of the run, or if the Ray jobs of the run continue. Only the files
+    of this machine are read. The Prefect server and the record of the run show the death of the
+    process later, after a worker or `muster reconcile` has reported the death.
 
     Returns:
-        The text. Only the sentence about the next attempt if the message of the run's state already
-        contains the other sentences. Empty in these cases:
+        The text. If the message of the run's state already contains the other sentences, only the
+        sentence about the next attempt. Empty in these cases:
         - The process is alive, or ran on another host.
         - The run has ended.
+        - The message already contains the other sentences, and the sentence about the next attempt
+          is left out.
     """
     owner = read_owner(run.run_id)
     record = read_local_record(run.run_id)

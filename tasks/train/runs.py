@@ -63,8 +63,8 @@ class Run:
     def brief(self) -> str:
         """First line of `message`.
 
-        If this line only announces a list, such as `the run spec has 2 faults:`, the first item of
-        the list follows.
+        If this line ends with a colon, such as `the run spec has 2 faults:`, the next line is
+        added, without its list marker.
         """
         line, _, rest = self.message.partition("\n")
         if not line.endswith(":"):

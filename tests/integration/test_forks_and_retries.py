@@ -154,7 +154,7 @@ def test_run_is_retried_from_its_last_and_from_an_earlier_checkpoint(project: Pr
     assert "retried the run from this checkpoint" in record["attempts"][3]["resume"]["rule"]
 
 
-def test_retry_of_a_completed_run_in_the_ui_ends_at_once_and_keeps_the_record(
+def test_ui_retry_of_a_completed_run_ends_at_once_and_keeps_the_record(
     project: Project,
 ) -> None:
     project.room.touch()

@@ -180,7 +180,7 @@ def test_empty_folders_of_the_project_are_in_the_copy(
 ) -> None:
     if not has_git:
         shutil.rmtree(project / ".git")
-    # The folders `src` and `plots` have no files of their own.
+    # No file is directly in the folder `src` or `plots`.
     empty = {"out", "src/pkg/logs", "src/logs", "plots/a/b", "plots/c"}
     for name in empty:
         (project / name).mkdir(parents=True)
@@ -196,8 +196,8 @@ def test_empty_folders_in_environments_caches_and_ignored_folders_are_not_in_the
 ) -> None:
     if not has_git:
         shutil.rmtree(project / ".git")
-    # git ignores the folder `data`, so the copy has a link to this folder. Muster's home directory
-    # gets no link, nor does an ignored folder that contains it.
+    # git ignores the folder `data`, so the copy has a link to this folder. The copy has no link to
+    # `state`, although git ignores this folder, because `state` contains Muster's home directory.
     monkeypatch.setenv("MUSTER_HOME", str(project / "state" / "home"))
     (project / ".gitignore").write_text("/data/\n/state/\n__pycache__/\n")
     write(project, environment__pyvenv="", conda__python="", state__home__spec="")
@@ -221,7 +221,7 @@ def test_empty_folders_in_environments_caches_and_ignored_folders_are_not_in_the
     assert files_in(tmp_path / "out")["data"] == f"-> {project}/data"
 
 
-def test_folder_with_only_ignored_and_empty_folders_is_no_link(
+def test_copy_has_no_link_to_a_folder_that_contains_only_an_ignored_folder(
     project: Path, tmp_path: Path
 ) -> None:
     (project / ".gitignore").write_text("logs/\n")
@@ -229,7 +229,7 @@ def test_folder_with_only_ignored_and_empty_folders_is_no_link(
 
     check_out(read_code(store_project(project)), tmp_path / "out")
 
-    # git lists both `results/` and `results/logs/` as ignored, but it ignores only the second.
+    # git lists both `results/` and `results/logs/` as ignored, but ignores only `results/logs/`.
     assert files_in(tmp_path / "out" / "results") == {"logs": f"-> {project}/results/logs"}
 
 
@@ -266,7 +266,9 @@ def test_search_for_empty_folders_has_a_limit(
     assert empty_folders_in(tmp_path / "out") == {"out"}
 
 
-def test_empty_folder_replaces_no_file_of_the_copy(project: Path, tmp_path: Path) -> None:
+def test_empty_folder_does_not_replace_a_file_or_link_of_the_copy(
+    project: Path, tmp_path: Path
+) -> None:
     write(project, results="text", notes="text")
     (project / "linked").symlink_to("src")
     name = store_project(project)

@@ -1,4 +1,4 @@
-"""Tests that a completed run is recognised when a worker starts it again."""
+"""Tests that a completed run without further steps ends at once when a worker starts it again."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def write_record(record: RunJson) -> Path:
 
 @pytest.fixture
 def flow_run(muster_home: Path, monkeypatch: pytest.MonkeyPatch) -> FlowRun:
-    """Let a worker start this process for the second time, without a Prefect server."""
+    """A flow run whose second process is this process. No Prefect server is used."""
     flow_run = FlowRun(id=FLOW_RUN_ID, flow_id=uuid4(), name=RUN_ID, run_count=2)
     monkeypatch.setattr(completed_run, "find_worker_flow_run", lambda: flow_run)
     monkeypatch.setattr(completed_run, "find_lasting_api_url", lambda: None)
@@ -67,7 +67,7 @@ def flow_run(muster_home: Path, monkeypatch: pytest.MonkeyPatch) -> FlowRun:
         ((60,), {"start_from": {**STEP_BACK, "attempt": 2}}, None),
     ],
 )
-def test_steps_are_left_if_the_highest_step_is_smaller_than_the_last_step(
+def test_steps_are_left_if_the_highest_step_is_at_least_two_below_the_last_step(
     steps: tuple[float | None, ...], keys: dict[str, Any], expected: bool | None
 ) -> None:
     assert has_steps_left(make_spec(**keys), make_record("completed", *steps)) is expected
@@ -96,7 +96,7 @@ def test_completed_run_ends_at_once_and_keeps_its_record(flow_run: FlowRun) -> N
         make_record().with_changes(flow_run_id=str(uuid4())),
     ],
 )
-def test_run_that_may_have_steps_left_is_started(flow_run: FlowRun, record: RunJson) -> None:
+def test_run_that_may_be_unfinished_is_started(flow_run: FlowRun, record: RunJson) -> None:
     write_record(record)
 
     assert end_completed_run(make_spec(), RUN_ID) is None

@@ -20,7 +20,7 @@ BEGAN_AT = 1000.0
 def plan(
     directory: Path, *argv: str, env: Mapping[str, str] | None = None, jsonl: str = "/no/m.jsonl"
 ) -> AttemptPlan:
-    """Return the plan of an attempt whose trainer has a certain command.
+    """Return the plan of an attempt with one component, `trainer`.
 
     The working directory is `project`, and the run's directory is `run`.
     """
@@ -113,7 +113,7 @@ def test_file_from_before_the_attempt_is_not_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("jsonl", ["m.jsonl", "./m.jsonl"])
-def test_file_that_the_spec_names_is_not_another_file(tmp_path: Path, jsonl: str) -> None:
+def test_file_that_the_spec_names_is_not_found(tmp_path: Path, jsonl: str) -> None:
     write_steps(tmp_path / "project" / "m.jsonl")
 
     assert find_metrics(plan(tmp_path, "train", "m.jsonl", jsonl=jsonl)) is None
