@@ -16,6 +16,8 @@ from tasks.spec.script_structure import parse_source
 #: Matches the name of the variable of a loop over the training steps.
 _STEP_VARIABLE = re.compile(r"(?:global_|train_|training_)?(?:step|iteration|iter|it)")
 
+#: Matches the names of functions whose loops do not train, such as `evaluate` or `run_validation`.
+_NO_TRAINING = re.compile(r"(?:^|_)(?:eval|valid|test|sampl|generat|infer|predict|bench|warm)")
 #: Statements and expressions that run their body several times.
 _LOOPS = (
     ast.For,
@@ -50,14 +52,15 @@ def find_step_loop(source: str) -> StepLoop | None:
 
     Returns:
         None if the number of steps is not clear. Examples are a loop in another loop, a loop in a
-        function that a loop calls, and two loops with different numbers of steps.
+        function that a loop calls (directly or through other functions), and two loops with
+        different numbers of steps. A loop in a function such as `evaluate` does not count.
     """
     tree = parse_source(source)
     if tree is None:
         return None
     try:
         constants = _read_constants(tree)
-        repeated = _list_functions_in_loops(tree)
+        repeated = _list_repeated_functions(tree)
         loops = {
             None if is_repeated else _read_loop(loop, constants)
             for loop, is_repeated in _list_step_loops(tree, repeated)
@@ -74,7 +77,7 @@ def _list_step_loops(
 
     Args:
         node: Node of the syntax tree whose children are searched.
-        repeated: Names of the functions that loops call.
+        repeated: Names of the functions that may run several times.
         is_repeated: True if the code in `node` may run several times.
     """
     for child in ast.iter_child_nodes(node):
@@ -82,6 +85,8 @@ def _list_step_loops(
             yield child, is_repeated
         is_child_repeated = is_repeated or isinstance(child, _LOOPS)
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            if _NO_TRAINING.search(child.name):
+                continue
             is_child_repeated = child.name in repeated
         yield from _list_step_loops(child, repeated, is_child_repeated)
 
@@ -169,12 +174,24 @@ def _read_constants(tree: ast.Module) -> dict[str, int]:
     return constants
 
 
-def _list_functions_in_loops(tree: ast.Module) -> set[str]:
-    """Return the names of all functions and methods that are called in loops."""
-    return {
-        call.func.id if isinstance(call.func, ast.Name) else call.func.attr
-        for loop in ast.walk(tree)
-        if isinstance(loop, _LOOPS)
-        for call in ast.walk(loop)
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name | ast.Attribute)
+def _list_repeated_functions(tree: ast.Module) -> set[str]:
+    """Return the names of all functions and methods that loops call, directly or indirectly."""
+    called_by: dict[str, set[str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            called_by.setdefault(node.name, set()).update(_list_calls(node))
+    repeated: set[str] = set()
+    new = {
+        name for loop in ast.walk(tree) if isinstance(loop, _LOOPS) for name in _list_calls(loop)
     }
+    while new:
+        repeated |= new
+        new = set().union(*(called_by.get(name, ()) for name in new)) - repeated
+    return repeated
+
+
+def _list_calls(node: ast.AST) -> Iterator[str]:
+    """Yield the name of each function or method that the code in a node calls."""
+    for call in ast.walk(node):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name | ast.Attribute):
+            yield call.func.id if isinstance(call.func, ast.Name) else call.func.attr

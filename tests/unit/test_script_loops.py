@@ -21,6 +21,7 @@ from tasks.spec.script_loops import StepLoop, find_step_loop
         ("for step in range(start + 1, 21): train()", 20, 20),
         ("def main():\n  for step in range(20): train()\nmain()", 20, 19),
         ("for step in range(20):\n  for i in range(4): train()", 20, 19),
+        ("def evaluate():\n  for step in range(5): f()\nfor step in range(20): train()", 20, 19),
     ],
 )
 def test_loop_with_a_clear_number_of_steps_is_read(source: str, total: int, last_step: int) -> None:
@@ -46,6 +47,9 @@ def test_loop_with_a_clear_number_of_steps_is_read(source: str, total: int, last
         "while True:\n  for step in range(20): train()",
         "def epoch():\n  for step in range(20): train()\nfor e in range(3): epoch()",
         "for step in range(20): train()\nfor step in range(5): evaluate()",
+        "def evaluate():\n  for step in range(5): f()\nfor batch in data: train()",
+        "def run_validation():\n  for step in range(5): f()\nfor batch in data: train()",
+        "def e():\n  for step in range(20): train()\ndef f(): e()\nfor epoch in range(3): f()",
         "for step in range(20): train()\nfor step in range(len(data)): evaluate()",
     ],
 )
