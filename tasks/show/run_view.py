@@ -22,6 +22,9 @@ from tasks.show.slow import Slow
 from tasks.spec.component import FLEET
 from tasks.spec.run import RunSpec
 
+#: Text after `starting NAME` for a Ray job that Ray has not started yet.
+_PENDING_JOB = ": Ray has not started the job yet, because its GPUs, CPUs or files are not ready"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
@@ -332,6 +335,9 @@ class ObservedRun:
                 self._change(name, stage=Standing.STARTING, pid=event.pid, began_at=event.at)
             case "job.state":
                 self._change(name, note=describe_job(event), is_note_lasting=True)
+                if row.stage is Standing.STARTING:
+                    is_pending = event.status == "PENDING"
+                    self.doing = f"starting {name}{_PENDING_JOB if is_pending else ''}"
             case "probe.failed" if event.probe != "live":
                 self._change(name, note=event.reason, unready=event.reason)
             case "component.ready":

@@ -137,6 +137,20 @@ def test_ready_ray_job_shows_its_node() -> None:
     assert rows(view)["trainer"] == (Standing.READY, "job RUNNING, node 10.0.0.2")
 
 
+def test_run_says_that_ray_has_not_started_its_job_yet() -> None:
+    submitted = [
+        event("component.starting", "trainer"),
+        event("component.spawned", "trainer", pid=None, submission_id="x--a01"),
+        event("job.state", "trainer", status="PENDING", place=""),
+    ]
+    started = event("job.state", "trainer", status="RUNNING", place="node 10.0.0.2")
+
+    pending, running = observe_run(*submitted), observe_run(*submitted, started)
+
+    assert pending.doing.startswith("starting trainer: Ray has not started the job yet")
+    assert running.doing == "starting trainer"
+
+
 def test_fleet_shows_the_number_of_serving_engines() -> None:
     command = ["serve", "--port", "${server.port}"]
     fleet = {"backend": "command", "command": command, "engines": 3}
