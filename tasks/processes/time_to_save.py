@@ -197,12 +197,15 @@ class TimeToSave:
         if since - self._not_saving_s.get(component.name, -math.inf) < _CHECK_AGAIN_AFTER_S:
             return
         left_s = self._left_s.setdefault(component.name, component.plan.command.saves_within_s)
+        is_reported = False
         while self._may_wait(component) and self.monotonic() - since < left_s:
-            if not await self._is_saving(component) and not await self._has_time_to_react(
-                component
-            ):
+            is_saving = await self._is_saving(component)
+            if not is_saving and not await self._has_time_to_react(component):
                 self._not_saving_s[component.name] = self.monotonic()
                 break
+            if is_saving and not is_reported:
+                self.emit("component.saving", component.name, within_s=left_s)
+                is_reported = True
             await self.sleep(_CHECK_EVERY_S)
         self._left_s[component.name] = left_s - (self.monotonic() - since)
 

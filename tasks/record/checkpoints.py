@@ -933,8 +933,8 @@ def _list_unfinished_files(
     Args:
         written: Folder of the checkpoints.
         root: Directory from which a relative path starts.
-        with_unknown_files: True to include a checkpoint that is a single file, even if it is
-            unknown whether the file is still being written.
+        with_unknown_files: True to include two kinds of checkpoints that are probably complete: a
+            single file of an unknown format, and a folder that was renamed after its last change.
     """
     folder = parse_checkpoint_path(written, root)
     listing = list_checkpoints(written, root, is_running=True)
@@ -948,6 +948,7 @@ def _list_unfinished_files(
         or checkpoint.path.is_dir()
         or checkpoint.completeness is Completeness.INCOMPLETE
         for part in checkpoint.parts
+        if with_unknown_files or not _was_renamed_when_finished(part)
     ]
     if folder.is_dir():
         unfinished += [
@@ -961,6 +962,24 @@ def _list_unfinished_files(
         for path in (entry, *(entry.rglob("*") if entry.is_dir() else ())):
             with suppress(FileNotFoundError):
                 yield path, path.stat()
+
+
+def _was_renamed_when_finished(path: CheckpointPath) -> bool:
+    """Return True if a folder was renamed after the last change of its content.
+
+    Many trainers write a checkpoint under a temporary name, and rename the folder when the
+    checkpoint is complete. A rename changes the folder's ctime (time of its last status change),
+    but not its mtime (time of the last change of its list of files).
+    """
+    if not isinstance(path, Path) or not path.is_dir():
+        return False
+    with suppress(FileNotFoundError):
+        status = path.stat()
+        if status.st_ctime_ns <= status.st_mtime_ns:
+            return False
+        inner = (inner_path.lstat() for inner_path in path.rglob("*"))
+        return all(max(file.st_mtime_ns, file.st_ctime_ns) <= status.st_ctime_ns for file in inner)
+    return False
 
 
 def find_stage_checkpoint(

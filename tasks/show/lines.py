@@ -49,6 +49,11 @@ _TEXTS: Mapping[str, tuple[str, str]] = {
     "component.ready": ("{0.component}: ready after {0.after_s:.2f} s", "green"),
     "component.drained": ("{0.component}: finished its work; the run continues", ""),
     "component.warned": ("{0.component}: was warned with {0.signal}: {0.reason}", "yellow"),
+    "component.saving": (
+        "{0.component}: seems to be writing a checkpoint; its stop signal waits for at most "
+        "{0.within_s:g} s",
+        "yellow",
+    ),
     "component.diagnosed": ("{0.component}: hang report written to {0.path}", ""),
     "rollout.server.died": ("{0.component}: server {0.rank} died: {0.why}", "yellow"),
     "rollout.warning": ("{0.component}: {0.message}", "yellow"),

@@ -543,6 +543,32 @@ def test_growing_incomplete_checkpoint_is_being_saved(
     assert (now, is_writing_checkpoint(".", tmp_path)) == (grows, False)
 
 
+def test_folder_that_was_renamed_after_its_last_write_is_not_being_saved(tmp_path: Path) -> None:
+    temporary, folder = tmp_path / "step-10.tmp", tmp_path / "step-10"
+    create_files(temporary, "state.json", "model/part-0")
+    while_written = is_writing_checkpoint(".", tmp_path)
+    wait_for_next_tick(temporary)
+    temporary.rename(folder)
+    renamed = is_writing_checkpoint(".", tmp_path)
+    wait_for_next_tick(folder)
+    (folder / "model" / "part-1").write_text("more")
+
+    assert (while_written, renamed) == (True, False)
+    assert is_writing_checkpoint(".", tmp_path)
+
+
+def wait_for_next_tick(folder: Path) -> None:
+    """Wait until the clock of the file system has passed the times of all files of a folder."""
+    latest = max(path.stat().st_ctime_ns for path in (folder, *folder.rglob("*")))
+    probe = folder.parent / "probe"
+    while True:
+        probe.touch()
+        now = probe.stat().st_ctime_ns
+        probe.unlink()
+        if now > latest:
+            return
+
+
 def test_interrupted_removal_does_not_block_the_same_name(tmp_path: Path) -> None:
     create_files(tmp_path, "step-1/")
     create_files(tmp_path / ".step-1.muster-old", "part")

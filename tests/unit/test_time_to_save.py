@@ -239,6 +239,14 @@ async def test_save_in_flight_is_waited_for(tmp_path: Path) -> None:
     scene = make_scene(tmp_path, grace_s=1.0, save_grace_s=900.0, is_saving=lambda now: now < 1120)
 
     assert await scene.seconds_until_saved() == 120
+    assert scene.named("component.saving") == [{"within_s": 900.0}]
+
+
+async def test_no_wait_is_reported_if_no_checkpoint_is_being_written(tmp_path: Path) -> None:
+    scene = make_scene(tmp_path, is_saving=lambda now: False)
+
+    assert await scene.seconds_until_saved() == 0
+    assert scene.named("component.saving") == []
 
 
 @pytest.mark.parametrize(("save_grace_s", "waited_s"), [(30.0, 30), (0.0, 0), (None, 10)])
