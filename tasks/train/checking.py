@@ -31,7 +31,11 @@ from tasks.spec.loading import find_project_root, load_spec
 from tasks.spec.pipeline import is_pipeline_file, load_pipeline
 from tasks.spec.programs import Interpreter, add_active_environment
 from tasks.spec.run import Gang, RunSpec
-from tasks.train.interpreters import component_interpreter, find_missing_files
+from tasks.train.interpreters import (
+    component_interpreter,
+    describe_interpreters,
+    find_missing_files,
+)
 from tasks.train.pipeline_check import check_pipeline, find_unfit_evaluations
 
 #: Longest time in seconds that `muster submit` waits for information about the clusters of the
@@ -153,7 +157,7 @@ def _print_result(
     Args:
         spec: The spec, which is valid.
         root: Root folder of the project.
-        interpreter: The Python interpreter that the components of the run use.
+        interpreter: The Python interpreter that Muster has chosen for the project.
         missing: Faults about programs that do not exist on this machine.
         fits: Results for the clusters on which the run may start.
         runs_here: True if the run can only start on this machine.
@@ -162,7 +166,7 @@ def _print_result(
         print(f"The run of {spec.name} cannot start on this machine.")
     else:
         print(f"The spec of {spec.name} is valid.")
-    print(f"  project {root}, python {interpreter}")
+    print(f"  project {root}, python {describe_interpreters(spec, root)}")
     for fault in missing:
         advice = "" if runs_here else ". Check that the host on which the run starts has the file"
         print(

@@ -50,7 +50,7 @@ from tasks.spec.formatting import join_commas
 from tasks.spec.loading import load_spec, locate_spec
 from tasks.spec.programs import add_active_environment
 from tasks.spec.run import LIVE_CODE, RunSpec
-from tasks.train.interpreters import component_interpreter
+from tasks.train.interpreters import describe_interpreters
 from tasks.train.reporter import await_last_artifacts
 from tasks.train.run_checkpoints import with_start
 from tasks.train.session import spec_file
@@ -128,7 +128,7 @@ def run_in_terminal(spec: RunSpec, run_flow: Callable[[], State[Any]]) -> int:
                     skip_event_retries()
                 terminal.say(f"Prefect server {url}")
                 root = Path.cwd()
-                terminal.say(f"project {root}, python {component_interpreter(spec.env, root)}")
+                terminal.say(f"project {root}, python {describe_interpreters(spec, root)}")
                 try:
                     state = _run_to_end(run_flow, terminal)
                 finally:

@@ -17,6 +17,7 @@ from tasks.record.code_store import PROJECT
 from tasks.spec.command_python import LAUNCHER_PACKAGES, find_command_python, find_foreign_launcher
 from tasks.spec.errors import Fault
 from tasks.spec.evaluations import find_place
+from tasks.spec.formatting import join_words
 from tasks.spec.programs import (
     Interpreter,
     build_component_path,
@@ -36,6 +37,51 @@ def component_interpreter(env: Env, root: Path | None = None) -> Interpreter:
             MUSTER_PROJECT is used. If this variable is not set, the working directory is used.
     """
     return find_interpreter(_find_project(root), select_literals(env))
+
+
+def find_command_interpreter(
+    name: str, command: Sequence[str], env: Env, cwd: Path, root: Path | None = None
+) -> Interpreter:
+    """Return the Python interpreter that the command of a component really runs.
+
+    This is another interpreter than that of `component_interpreter` if the command contains a path,
+    such as `/opt/conda/bin/python`, or if a launcher such as `torchrun` belongs to another
+    environment.
+
+    Args:
+        name: Name of the component.
+        command: The program of the component and its arguments.
+        env: Environment variables of the component in the spec.
+        cwd: Working directory of the component.
+        root: See `component_interpreter`.
+    """
+    chosen = component_interpreter(env, root)
+    search_path = select_literals(env).get("PATH") or component_search_path(env, root)
+    python = find_command_python(command, search_path, cwd)
+    if python is None or python.parent == Path(chosen.path).parent:
+        return chosen
+    return Interpreter(path=str(python), reason=f"in the command of {name}")
+
+
+def describe_interpreters(spec: RunSpec, root: Path) -> str:
+    """Return the Python interpreters of a run's components on this machine, as a text for the user.
+
+    Args:
+        spec: The run spec.
+        root: Root folder of the project.
+    """
+    interpreters = [
+        find_command_interpreter(
+            name,
+            component.command,
+            {**spec.env, **component.env},
+            root / (component.cwd or spec.cwd),
+            root,
+        )
+        for name, component in spec.processes.items()
+        if component.launcher == "process"
+    ]
+    return join_words(dict.fromkeys(interpreters or [component_interpreter(spec.env, root)]))
 
 
 def _find_project(root: Path | None) -> Path:
@@ -215,8 +261,8 @@ def print_project(spec: RunSpec, root: Path) -> None:
         if spec.code == LIVE_CODE
         else f"files copied as {str(spec.code)[:12]}"
     )
-    interpreter = component_interpreter(spec.env, root)
-    print(f"  project {root}, {code}, python {interpreter}", file=sys.stderr)
+    interpreters = describe_interpreters(spec, root)
+    print(f"  project {root}, {code}, python {interpreters}", file=sys.stderr)
     # A missing program is no fault, because the run may start on another host that has the program.
     for fault in find_missing_files(spec, root):
         print(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 from tasks.processes.component import AttemptPlan
 from tasks.processes.containment import Containment, Level
@@ -19,7 +20,7 @@ from tasks.rollout.fleet_loss import recognize_fleet_loss
 from tasks.spec.run import RunSpec
 from tasks.train.attempt_spec import AttemptSpec
 from tasks.train.background_work import BackgroundWork
-from tasks.train.interpreters import component_interpreter
+from tasks.train.interpreters import component_interpreter, find_command_interpreter
 from tasks.train.plan import PlanInputs, find_containment
 
 #: Rule in `record/cause_rules.toml` that matches the message about a missing Python package.
@@ -141,12 +142,22 @@ def name_interpreter(verdict: Verdict, spec: RunSpec) -> Verdict:
     if component is not None and component.launcher == "ray_job":
         return verdict
     env = {**spec.env, **(component.env if component is not None else {})}
-    interpreter = component_interpreter(env)
-    choices = "the project's .venv, or else from the environment that is activated in your shell"
-    hint = (
-        f"{failure.hint} The run used the Python interpreter {interpreter}. Muster takes the "
-        f"interpreter from {choices}"
-    )
+    chosen = component_interpreter(env)
+    interpreter = chosen
+    if component is not None:
+        cwd = Path(component.cwd or spec.cwd)
+        interpreter = find_command_interpreter(failure.component or "", component.command, env, cwd)
+    if interpreter == chosen:
+        advice = (
+            "Muster takes the interpreter from the project's .venv, or else from the environment "
+            "that is activated in your shell"
+        )
+    else:
+        advice = (
+            "Install the package for this interpreter, or start another interpreter in the "
+            f"command. The chosen interpreter of the project is {chosen}"
+        )
+    hint = f"{failure.hint} The run used the Python interpreter {interpreter}. {advice}"
     return replace(verdict, failure=failure.with_changes(hint=hint))
 
 

@@ -11,6 +11,7 @@ from tasks.record.causes import find_cause
 from tasks.record.outcome import Failure, Verdict
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.run import RunSpec
+from tasks.train.interpreters import describe_interpreters
 from tasks.train.running_attempt import name_interpreter
 
 #: Last log line of a component that imports a package missing in its Python environment.
@@ -62,6 +63,26 @@ def test_advice_names_the_environment_of_the_spec(tmp_path: Path) -> None:
 
     assert verdict.failure is not None
     assert f"{python} (of VIRTUAL_ENV)" in verdict.failure.hint
+
+
+@pytest.mark.parametrize("argument", ["train.py", "-m torch.distributed.run train.py"])
+def test_advice_names_the_interpreter_in_the_command(tmp_path: Path, argument: str) -> None:
+    named = tmp_path / "other" / "bin" / "python3"
+    chosen = tmp_path / "venv" / "bin" / "python"
+    for python in (named, chosen):
+        python.parent.mkdir(parents=True)
+        python.symlink_to(sys.executable)
+
+    spec = make_spec(
+        env={"VIRTUAL_ENV": str(tmp_path / "venv")}, command=[str(named), *argument.split()]
+    )
+    verdict = name_interpreter(make_verdict(MISSING), spec)
+
+    assert verdict.failure is not None
+    used, _, rest = verdict.failure.hint.partition("The chosen interpreter of the project is")
+    assert f"used the Python interpreter {named} (in the command of trainer)" in used
+    assert str(chosen) not in used and str(chosen) in rest
+    assert describe_interpreters(spec, tmp_path) == f"{named} (in the command of trainer)"
 
 
 @pytest.mark.parametrize(
