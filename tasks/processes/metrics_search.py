@@ -41,7 +41,7 @@ class FoundMetrics:
 
 
 def find_metrics(plan: AttemptPlan) -> FoundMetrics | None:
-    """Return a file to which this attempt has probably written its steps.
+    """Search for the file to which the programs of this attempt have probably written their steps.
 
     The search first examines the files that a command or an environment variable of a component
     names. Then it examines the folder of the attempt, the run's directory and the working
@@ -83,7 +83,7 @@ def _list_candidates(plan: AttemptPlan) -> Iterator[tuple[Path, str]]:
 def _name_folders(plan: AttemptPlan) -> dict[Path, str]:
     """Return the folders of an attempt, each with the text that stands for it in the run spec.
 
-    The folder of the attempt comes first, then the run's directory, then the working directory.
+    The order is: the folder of the attempt, the folder of the run, the working directory.
     The text for the working directory is empty, because a relative path in the run spec begins at
     the working directory.
     """

@@ -64,7 +64,8 @@ _PROBABLY_WRONG_AFTER = 20
 #: Time limit in seconds for one read of the metrics file. If a read takes longer, Muster assumes
 #: that the file system does not answer.
 _READ_WITHIN_S = 1.0
-#: Time limit in seconds to find another file that contains the training steps.
+#: Time limit, in seconds, of the search for the right metrics file if `progress.jsonl` names a
+#: wrong file.
 _SEARCH_WITHIN_S = 5.0
 #: Largest number of keys and files that a message lists.
 _LISTED_AT_MOST = 8

@@ -22,7 +22,7 @@ from tasks.spec.run import Gang
 #: A series is short if each of its last ended runs held GPUs for at most this number of seconds.
 #: For longer runs, a few seconds of idle GPUs do not matter.
 _SHORT_S = 300.0
-#: Largest number of durations that are kept for each series.
+#: For each series, the durations of at most this number of ended runs are kept.
 _REMEMBERED_RUNS = 8
 
 
@@ -41,8 +41,8 @@ def find_series(spec: Mapping[str, Any], gang: Gang, cluster: str) -> str:
         - The run has other components than a single Ray job, or the driver of the job does not take
           all GPUs of the run. Ray starts a driver only when the driver's own GPUs are free. Actors
           and tasks request their GPUs only after the driver has started.
-        - The spec restricts the node of the driver. So Ray may choose another node than the granted
-          node.
+        - The spec itself says on which nodes the driver may run. Ray may then choose a node that
+          the queue did not grant.
         - The run has a time limit. The limit would include the wait for the GPUs.
     """
     components = spec.get("components")

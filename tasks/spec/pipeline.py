@@ -975,10 +975,10 @@ def _check_points(stage: Mapping[str, Any], path: str, faults: list[Fault]) -> N
             if index == 0:
                 own_faults = [fault for fault in first_faults if owners[fault] == key]
             else:
-                # In this combination of values, all other keys have their first values. Leave out
-                # a fault that the combination of all first values has, too: this fault is reported
-                # at the first value that causes the fault. Keep each fault at a place that this
-                # key sets.
+                # Only this key has a later value; all other keys have their first values. A fault
+                # that also occurs with only first values is already reported there. So keep a
+                # fault only if it is new, or if its place in the run spec gets its value from this
+                # key.
                 own_faults = [
                     fault
                     for fault in _find_point_faults(stage, {**first_point, key: value})
@@ -1045,8 +1045,7 @@ def _find_key(path: str, keys: Iterable[str]) -> str:
         keys: The keys of the matrix, which are dotted paths, too.
 
     Returns:
-        The key, or an empty string if no key replaces the place. If several keys replace it, the
-        longest key.
+        The longest key that replaces the place, or an empty string if no key does.
     """
     fitting = [key for key in keys if path == key or path.startswith(f"{key}.")]
     return max(fitting, key=len, default="")

@@ -36,7 +36,8 @@ class StepLoop:
 
     #: Number of training steps.
     total: int
-    #: Number of the last step: `total`, or `total - 1` if the loop counts from 0.
+    #: Number of the last training step. This is `total` if the loop counts from 1, and `total - 1`
+    #: if it counts from 0.
     last_step: int
 
 
@@ -108,8 +109,8 @@ def _find_range(expression: ast.expr) -> ast.Call | None:
 def _read_loop(loop: ast.For, constants: Mapping[str, int]) -> StepLoop | None:
     """Return a description of a loop, or None if its number of steps is unknown.
 
-    The loop may start at an unknown number, such as the step of a checkpoint. The loop of a run
-    without a checkpoint then starts at 0, or at 1 if the expression adds 1 to the unknown number.
+    The first number of the loop may be unknown, for example in `range(start, 20)`. Then assume that
+    `start` is 0 in a run without a checkpoint. So `range(start + 1, 21)` begins at 1.
     """
     call = _find_range(loop.iter)
     if call is None or call.keywords or len(call.args) not in (1, 2):

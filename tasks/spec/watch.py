@@ -256,10 +256,13 @@ def find_metric(entry: Mapping[str, Any], names: Sequence[str]) -> tuple[str, fl
 
 
 def advise_about_values(values: Collection[str]) -> str:
-    """Return advice about metrics that ended without a finite value, or an empty string.
+    """Return advice about metrics whose last values are not finite numbers.
 
     Args:
         values: Last values of these metrics, as in `Alarms.not_finite_values`.
+
+    Returns:
+        The advice, or an empty string if `values` is empty.
     """
     if not values:
         return ""

@@ -64,7 +64,7 @@ def find_command_interpreter(
 
 
 def describe_interpreters(spec: RunSpec, root: Path) -> str:
-    """Return the Python interpreters of a run's components on this machine, as a text for the user.
+    """Return a text that lists the Python interpreters of a run's components on this machine.
 
     Args:
         spec: The run spec.
@@ -203,10 +203,10 @@ def _list_local_commands(spec: RunSpec) -> list[_LocalCommand]:
 def _advise_about_launchers(
     faults: Sequence[Fault], spec: RunSpec, root: Path | None
 ) -> Iterator[Fault]:
-    """Yield the faults, with better advice if the missing program is a launcher of a package.
+    """Yield all faults, some of them with better advice.
 
-    The advice names the package and the Python environment. A launcher is a program such as
-    `torchrun`.
+    If a launcher such as `torchrun` is missing, the better advice names the Python package to
+    install and the Python environment. All other faults are yielded unchanged.
 
     Args:
         faults: The faults that `find_missing_programs` found.

@@ -372,9 +372,9 @@ def _read_submitted_code(name: str | None) -> dict[str, object]:
 def _flatten_spec(spec: object) -> dict[str, object]:
     """Return a mapping from dotted names, such as `spec.env.SEED`, to the values of a spec.
 
-    The name of the code and the run id are left out. The result always contains the start order of
-    the components. Only the spec of a submitted run has a key for this order. Without this key, the
-    start order is the order of the components in the spec.
+    The result contains neither the name of the stored code nor the run id. It always contains the
+    order in which the components start. If the spec has no key for this order, the components start
+    in the order of the spec.
     """
     left_out = ("spec.code", "spec.run_id")
     if isinstance(spec, Mapping):

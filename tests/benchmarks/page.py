@@ -17,7 +17,7 @@ figures. Muster's Makefile has these commands for benchmarks:
 
 | command | purpose |
 | --- | --- |
-| `make bench` | runs all benchmarks{total}, and writes this page and the tables of \
+| `make bench` | runs all benchmarks{total}. The figures go into this page and into the tables of \
 `docs/limits.md` |
 | `make bench ARGS='crash --record'` | measures the section `crash`, and writes its figures into \
 these pages |

@@ -544,7 +544,8 @@ def test_growing_incomplete_checkpoint_is_being_saved(
 
 
 def test_folder_that_was_renamed_after_its_last_write_is_not_being_saved(tmp_path: Path) -> None:
-    temporary, folder = tmp_path / "step-10.tmp", tmp_path / "step-10"
+    temporary = tmp_path / "step-10.tmp"
+    folder = tmp_path / "step-10"
     create_files(temporary, "state.json", "model/part-0")
     while_written = is_writing_checkpoint(".", tmp_path)
     wait_for_next_tick(temporary)

@@ -81,7 +81,7 @@ def test_run_that_fits_does_not_count_as_an_early_start() -> None:
 @pytest.mark.parametrize(
     ("waiting", "held", "node"),
     [
-        # the run does not belong to a short series
+        # the runs of the waiting run's series are not short
         (make_waiting_runs(1, series=""), make_active_runs("a", 8), NODE),
         # another series uses the node, and its runs may be long
         (make_waiting_runs(1), make_active_runs("a", 8, series="other"), NODE),

@@ -259,8 +259,8 @@ def write_run(
     return record
 
 
-#: Keys of a component that saves checkpoints in the folder `out`. Muster passes the path of a
-#: checkpoint to the component, as an argument of its command.
+#: Spec of a component with the folder of checkpoints `out`. The argument of its command is the path
+#: of the checkpoint from which it starts.
 PASSES: dict[str, Any] = {"command": ["true", "${attempt.resume_from}"], "checkpoints": "out"}
 
 

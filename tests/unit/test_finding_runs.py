@@ -969,7 +969,7 @@ def test_killed_flow_process_is_not_reported_twice(
 
 @pytest.fixture
 def killed_run(working_run: tuple[Run, subprocess.Popen[bytes]], tmp_path: Path) -> Run:
-    """A run whose flow process was killed. The run has a checkpoint of step 10."""
+    """A run with a killed flow process, and with a checkpoint of step 10."""
     run, process = working_run
     checkpoint = tmp_path / "out" / "checkpoint-10"
     checkpoint.mkdir(parents=True)

@@ -145,7 +145,8 @@ def test_run_says_that_ray_has_not_started_its_job_yet() -> None:
     ]
     started = event("job.state", "trainer", status="RUNNING", place="node 10.0.0.2")
 
-    pending, running = observe_run(*submitted), observe_run(*submitted, started)
+    pending = observe_run(*submitted)
+    running = observe_run(*submitted, started)
 
     assert pending.doing.startswith("starting trainer: Ray has not started the job yet")
     assert running.doing == "starting trainer"
