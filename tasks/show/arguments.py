@@ -16,7 +16,7 @@ from tasks.show.output import console_of, guard_output
 from tasks.spec.errors import InvalidSpec, MusterError
 from tasks.spec.formatting import suggest_name
 from tasks.spec.own_settings import require_valid_settings
-from tasks.spec.standard_input import STANDARD_INPUT
+from tasks.spec.standard_input import STANDARD_INPUT, STANDARD_INPUT_NAMES
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -113,9 +113,10 @@ def _run_guarded(app: App, arguments: Sequence[str] | None) -> int:
         require_valid_settings(lambda warning: print(warning, file=sys.stderr))
         keep_private()
         code = app(
-            # The word `-` stands for standard input. Pass the path of standard input instead of
-            # this word, because cyclopts would report the word as an unknown option.
-            [str(STANDARD_INPUT) if word == "-" else word for word in words],
+            # Several words stand for standard input. Pass the same path for all of them, so that
+            # the commands recognise standard input. Also, cyclopts would report the word `-` as an
+            # unknown option.
+            [str(STANDARD_INPUT) if word in STANDARD_INPUT_NAMES else word for word in words],
             result_action="return_value",
             error_formatter=_format_usage_error,
             console=console_of(sys.stdout),

@@ -17,6 +17,7 @@ from pathlib import Path
 from tasks.show.arguments import EXIT_DONE, print_error
 from tasks.show.output import guard_output
 from tasks.spec.errors import MusterError
+from tasks.spec.standard_input import STANDARD_INPUT_NAMES
 
 #: Option that changes a value of the spec.
 _SET_OPTION = "--set"
@@ -72,9 +73,11 @@ def find_spec_arguments(words: Sequence[str]) -> SpecArguments | None:
     if len(candidates) != 1:
         return None
     path = Path(candidates[0])
-    # Do not check a spec in a pipe here. A pipe can be read only once, and the command itself reads
-    # it later.
-    if path.exists() and not path.is_file():
+    # Do not check a spec from standard input or from a pipe here. Both can be read only once, and
+    # the command itself reads the spec later. Standard input can be a regular file, as in
+    # `muster submit /dev/stdin < FILE`.
+    is_readable_once = candidates[0] in STANDARD_INPUT_NAMES or not path.is_file()
+    if path.exists() and is_readable_once:
         return None
     return SpecArguments(path=path, overrides=tuple(overrides))
 

@@ -10,3 +10,5 @@ from pathlib import Path
 
 #: Path of standard input. The command line accepts `-` instead, as in `muster train -`.
 STANDARD_INPUT = Path("/dev/stdin")
+#: Words for standard input on the command line.
+STANDARD_INPUT_NAMES = frozenset(("-", str(STANDARD_INPUT), "/dev/fd/0", "/proc/self/fd/0"))

@@ -34,6 +34,37 @@ PRINT_SLOW_PACKAGES = (
 )
 
 
+@pytest.mark.parametrize("name", ["-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"])
+def test_spec_from_standard_input_is_left_to_the_command(tmp_path: Path, name: str) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(FAULTY)
+    program = (
+        "import sys\n"
+        "from tasks.show.early_check import find_spec_arguments\n"
+        "print(find_spec_arguments(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", program, name]
+
+    with spec.open() as spec_file:
+        done = subprocess.run(command, stdin=spec_file, capture_output=True, text=True, cwd=ROOT)
+
+    assert done.stdout == "None\n", done.stderr
+
+
+@pytest.mark.parametrize("name", ["-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"])
+def test_valid_spec_from_standard_input_is_read_once(tmp_path: Path, name: str) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text("name: trial\nworkload: sft\ncomponents: {trainer: {command: [python, -V]}}\n")
+    program = "import sys\nfrom tasks.command import main\nsys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, "check", name]
+
+    with spec.open() as spec_file:
+        done = subprocess.run(command, stdin=spec_file, capture_output=True, text=True, cwd=ROOT)
+
+    assert done.returncode == 0, done.stderr
+    assert "The spec of trial is valid." in done.stdout
+
+
 @pytest.mark.parametrize(
     ("verb", "text", "fault"),
     [
