@@ -112,6 +112,13 @@ _KILLED_LOADER = re.compile(
 _TORCH_SPAWN = re.compile(
     r"[/\\]torch[/\\]multiprocessing[/\\]spawn\.py|torch\.multiprocessing\.spawn\."
 )
+#: Matches the text that `RankFailure.__str__` returns, in the message of a failure. The name of a
+#: process may contain a colon, but no colon with a space. Only the text after the first such colon
+#: is searched, because a log line may follow later in the message.
+_FIRST_RANK = re.compile(
+    r"(?:(?!: )[^\n])*: (?P<rank>(?:(?!: )[^\n]){1,200}? (?:failed first"
+    r"|was killed by (?:SIG\w+|signal \d+) first|ended first, with exit code \d+))(?![\w-])"
+)
 #: Mapping from the description of a signal, such as `Killed`, to the signal.
 _SIGNALS = {signal.strsignal(number): number for number in signal.Signals}
 #: Exit code of a Python program that ends with an exception.
@@ -178,6 +185,20 @@ class RankFailure:
         is_one = len(self.alive) == 1
         others = f"rank {ranks}, which is" if is_one else f"ranks {ranks}, which are"
         return f"{subject} {end}, after it had received no answer from {others} still alive"
+
+
+def read_first_rank(message: str) -> str:
+    """Return the description of the process that failed first, from the message of a failure.
+
+    Args:
+        message: Message of a failure, which `RankFailure.__str__` may be a part of.
+
+    Returns:
+        A text such as `rank 1 (pid 7) was killed by SIGKILL first`. An empty string if the message
+        names no such process.
+    """
+    match = _FIRST_RANK.match(message)
+    return match["rank"] if match is not None else ""
 
 
 def find_first_rank(text: str) -> RankFailure | None:

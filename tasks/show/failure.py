@@ -9,6 +9,7 @@ from tasks.record.advice import advise_by_log
 from tasks.record.final_record import FLOW_LOST
 from tasks.record.outcome import Failure
 from tasks.record.places import RunPlace
+from tasks.record.ranks import read_first_rank
 from tasks.record.run_json import AttemptRecord
 from tasks.show.next_start import NextStartFinder, describe_retry, describe_retry_of
 from tasks.show.run_view import describe_ending
@@ -87,8 +88,18 @@ def list_facts(
 def _describe_first_failure(attempt: AttemptRecord, failure: Failure) -> str:
     """Return a text about the end of the component that failed first: how and when it ended.
 
-    Example: `exit code 1, pid 812, 7.5 s after its start`.
+    If the component is a launcher of ranks, the text begins with the rank that failed first.
+
+    Examples: `exit code 1, pid 812, 7.5 s after its start` and `rank 1 (pid 815) was killed by
+    SIGKILL first; the launcher: exit code 1, pid 812`.
     """
+    component_end = _describe_component_end(attempt, failure)
+    first_rank = read_first_rank(failure.message)
+    return f"{first_rank}; the launcher: {component_end}" if first_rank else component_end
+
+
+def _describe_component_end(attempt: AttemptRecord, failure: Failure) -> str:
+    """Return a text about the end of the component that failed first, without its ranks."""
     component = attempt.components.get(failure.component or "")
     if failure.has_ended:
         ending = describe_ending(failure)

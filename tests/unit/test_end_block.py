@@ -15,6 +15,7 @@ import yaml
 
 from tasks.record.final_record import FLOW_LOST
 from tasks.record.places import RunPlace
+from tasks.record.ranks import RankFailure
 from tasks.record.run_json import RunJson
 from tasks.show import next_start
 from tasks.show.lines import end_block, summarize_run
@@ -93,6 +94,58 @@ def test_first_failure_shows_the_exit_code(tmp_path: Path) -> None:
     assert "  first failure      trainer: exit code 3" in block(
         state="failed", message=MESSAGE, record_path=record
     )
+
+
+@pytest.mark.parametrize(
+    ("rank", "shown_rank"),
+    [
+        (
+            RankFailure(name="rank 1", rank=1, pid=9, exit_code=-9),
+            "rank 1 (pid 9) was killed by SIGKILL first",
+        ),
+        (
+            RankFailure(name="rank 1", rank=1, pid=9, exit_code=3, alive=(0,)),
+            "rank 1 (pid 9) ended first, with exit code 3",
+        ),
+        (
+            RankFailure(name="rank 1", rank=1, pid=9, exit_code=0),
+            "rank 1 (pid 9) ended first, with exit code 0",
+        ),
+        (
+            RankFailure(name="rank 1", child="a data loader worker", pid=9, exit_code=-11),
+            "a data loader worker of rank 1 (pid 9) was killed by SIGSEGV first",
+        ),
+        (
+            RankFailure(name="local rank 1", exit_code=-64),
+            "local rank 1 was killed by SIGRTMAX first",
+        ),
+        (RankFailure(name="Process-2:1"), "Process-2:1 failed first"),
+    ],
+)
+@pytest.mark.parametrize("cause", ["", ": ValueError: the worker failed first: gave up"])
+def test_first_failure_names_the_rank_that_failed_first(
+    tmp_path: Path, rank: RankFailure, shown_rank: str, cause: str
+) -> None:
+    message = f"trainer (pid 8) ended with exit code 1 after 3.1 s: {rank}{cause}"
+    failure = FAILURE | {"signal": None, "exit_code": 1, "message": message}
+    record = written(tmp_path, attempt(1, failure))
+
+    shown = " ".join(" ".join(block(state="failed", message=message, record_path=record)).split())
+
+    assert f"first failure trainer: {shown_rank}; the launcher: exit code 1 " in shown
+
+
+def test_first_failure_takes_no_rank_from_a_log_line(tmp_path: Path) -> None:
+    message = (
+        "trainer (pid 8) ended with exit code 1 after 3 s: ValueError: the worker failed first"
+    )
+    failure = FAILURE | {"signal": None, "exit_code": 1, "message": message}
+
+    shown = block(
+        state="failed", message=message, record_path=written(tmp_path, attempt(1, failure))
+    )
+
+    assert "  first failure      trainer: exit code 1" in shown
 
 
 def test_stalled_component_shows_a_hang_report_and_no_exit_code(tmp_path: Path) -> None:
