@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from difflib import SequenceMatcher, unified_diff
 
 import yaml
@@ -27,6 +27,10 @@ from tasks.train.server_url import may_have_prefect_server
 
 #: Name of an attempt, such as `RUN--a02`. The groups contain the run id and the attempt's number.
 _ATTEMPT_NAME = re.compile(r"(.+)--a(\d+)")
+#: Matches the beginning of an option, such as `--lr`, but not a negative number.
+_OPTION = re.compile(r"-{1,2}[A-Za-z]")
+#: Matches the name of an option or setting before `=`, such as `--lr` or `trainer.lr`.
+_OPTION_NAME = re.compile(r"[-+~]*[A-Za-z_][\w./-]*")
 #: Names of the properties of stored code. Each file of the code is a further property, such as
 #: `code.train.py`.
 _CODE_PROPERTIES = ("tree", "project", "commit", "diff")
@@ -150,7 +154,9 @@ def _describe_start(*, is_first_from_file: bool) -> str:
 
 
 def _show(value: object) -> str:
-    return "(none)" if value is None else str(value)
+    if value is None:
+        return "(none)"
+    return str(value) or "(empty)"
 
 
 def _get_list(properties: Mapping[str, object], path: str) -> list[str]:
@@ -167,38 +173,89 @@ def _describe_list(path: str, first: Sequence[str], second: Sequence[str]) -> It
     if place == START_ORDER_KEY:
         yield f"{place} {', '.join(first)} -> {', '.join(second)}"
         return
-    matcher = SequenceMatcher(None, first, second, autojunk=False)
+    old_units = _group_arguments(first)
+    new_units = _group_arguments(second)
+    removed: list[_Argument] = []
+    added: list[_Argument] = []
+    matcher = SequenceMatcher(None, old_units, new_units, autojunk=False)
     for kind, start, end, other_start, other_end in matcher.get_opcodes():
         if kind == "equal":
             continue
-        removed = first[start:end]
-        added = second[other_start:other_end]
-        if len(removed) == len(added):
-            for offset, (old, new) in enumerate(zip(removed, added, strict=True)):
-                position = start + offset
-                option = first[position - 1] if position else ""
-                yield f"{_describe_argument(option, old, new)}  ({place})"
+        olds = old_units[start:end]
+        news = new_units[other_start:other_end]
+        if len(olds) == len(news) and not any(unit.option for unit in (*olds, *news)):
+            pairs = zip(olds, news, strict=True)
+            yield from (f"{old.text} -> {new.text}  ({place})" for old, new in pairs)
         else:
-            yield from (f"{word} removed  ({place})" for word in removed)
-            yield from (f"{word} added  ({place})" for word in added)
+            removed += olds
+            added += news
+    for old in removed:
+        candidates = [new for new in added if new.option == old.option or new == old]
+        if not candidates or not (old.option or old in candidates):
+            yield f"{old.text} removed  ({place})"
+            continue
+        new = old if old in candidates else candidates[0]
+        added.remove(new)
+        yield f"{_describe_change(old, new)}  ({place})"
+    yield from (f"{new.text} added  ({place})" for new in added)
 
 
-def _describe_argument(option: str, old: str, new: str) -> str:
-    """Return a text with the old and the new value of an argument.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Argument:
+    """An option of a command with its values, or another argument of the command."""
+
+    #: Name of the option with its dashes, such as `--lr`. For an argument such as `lr=6e-3`, the
+    #: text before the equals sign. Empty for another argument.
+    option: str = ""
+    #: Values of the option. For another argument, only the argument.
+    values: tuple[str, ...] = ()
+    #: True if the option and its value are one word, such as `--lr=6e-3`.
+    is_one_word: bool = False
+
+    @property
+    def text(self) -> str:
+        """The words of the argument, as in a command line."""
+        if self.is_one_word:
+            return f"{self.option}={self.values[0]}"
+        words = (self.option, *self.values) if self.option else self.values
+        return " ".join(word or '""' for word in words)
+
+
+def _group_arguments(words: Sequence[str]) -> list[_Argument]:
+    """Return the arguments of a command. The words that follow an option are its values."""
+    arguments: list[_Argument] = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        last = arguments[-1] if arguments else None
+        if equals and _OPTION_NAME.fullmatch(name):
+            arguments.append(_Argument(option=name, values=(value,), is_one_word=True))
+        elif _OPTION.match(word):
+            arguments.append(_Argument(option=word))
+        elif last is not None and last.option and not last.is_one_word:
+            arguments[-1] = replace(last, values=(*last.values, word))
+        else:
+            arguments.append(_Argument(values=(word,)))
+    return arguments
+
+
+def _describe_change(old: _Argument, new: _Argument) -> str:
+    """Return a text such as `lr 6e-3 -> 7e-3` about an option that is in both commands.
 
     Args:
-        option: The argument before the changed argument, or an empty string. If this argument is an
-            option such as `--lr`, the text begins with `lr`.
-        old: The argument in the first attempt.
-        new: The argument in the second attempt.
+        old: The option in the first attempt.
+        new: The same option in the second attempt. If its values are the same, the option has
+            another position.
     """
-    old_name, old_equals, old_value = old.partition("=")
-    new_name, new_equals, new_value = new.partition("=")
-    if old_equals and new_equals and old_name == new_name:
-        return f"{old_name.lstrip('-')} {old_value} -> {new_value}"
-    if option.startswith("-") and "=" not in option and not old.startswith("--"):
-        return f"{option.lstrip('-')} {old} -> {new}"
-    return f"{old} -> {new}"
+    if old == new:
+        return f"{old.text} moved"
+    old_values = old.values
+    new_values = new.values
+    if len(old_values) == len(new_values) and old_values[1:] == new_values[1:]:
+        # Only the first value has changed. The words after this value may be other arguments.
+        old_values = old_values[:1]
+        new_values = new_values[:1]
+    old_text, new_text = (_show(" ".join(values)) for values in (old_values, new_values))
+    return f"{old.option.lstrip('-')} {old_text} -> {new_text}"
 
 
 def _describe_code(
@@ -405,7 +462,8 @@ def _read_comparable_spec(place: RunPlace, attempt: AttemptRecord, project: str)
 
     Paths, ports and run ids can differ although two specs are the same. A comparison must not list
     these differences. A submitted run works in a copy of the project, so the path of the project
-    replaces the path of the copy.
+    replaces the path of the copy. An empty text replaces the path of the checkpoint from which the
+    attempt resumes.
 
     Args:
         place: Paths of the run's files.
@@ -413,6 +471,11 @@ def _read_comparable_spec(place: RunPlace, attempt: AttemptRecord, project: str)
         project: Path of the project. Empty if unknown.
     """
     placeholders = {str(place.code): project} if project else {}
+    if attempt.resume_from:
+        # The value of `${attempt.resume_from}` is empty in an attempt that does not resume. So
+        # replace the value with an empty text in an attempt that resumes. This entry must come
+        # first, because the path of the checkpoint often starts with the path of the run.
+        placeholders = {attempt.resume_from: "", **placeholders}
     placeholders |= {
         str(place.attempt(attempt.number).directory): "${attempt.dir}",
         str(place.directory): "${run.dir}",

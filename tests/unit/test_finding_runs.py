@@ -454,6 +454,13 @@ def write_specs(first: str, second: str) -> None:
         ("c: [a.py, --x]", "c: [b.py, --x]", "a.py -> b.py  (c)"),
         ("c: [t.py, --x, --y]", "c: [t.py, --new, --x, --y]", "--new added  (c)"),
         ("c: [t.py, --old, --y]", "c: [t.py, --y]", "--old removed  (c)"),
+        ("c: [t.py, --break, kill]", "c: [t.py]", "--break kill removed  (c)"),
+        ("c: [t.py]", "c: [t.py, --break, kill]", "--break kill added  (c)"),
+        ("c: [t.py, --ids, 1, 2, 3]", "c: [t.py, --ids, 1, 5]", "ids 1 2 3 -> 1 5  (c)"),
+        ("c: [t.py, --shift, '-1']", "c: [t.py, --shift, '-2']", "shift -1 -> -2  (c)"),
+        ("c: [t.py, --load, '']", "c: [t.py, --load, x]", "load (empty) -> x  (c)"),
+        ("c: [t.py, --a, 1, --b]", "c: [t.py, --b, --a, 1]", "--b moved  (c)"),
+        ("c: [t.py, x, y]", "c: [t.py, y]", "x removed  (c)"),
         ("progress: {total: 60}", "progress: {total: 80}", "progress.total 60 -> 80"),
         ("env: {A: x}", "env: {}", "env.A x -> (none)"),
     ],
@@ -466,6 +473,40 @@ def test_diff_shows_changed_values_with_their_names(
     write_specs(first, second)
 
     assert diff_text(capsys).splitlines()[:-1] == [line]
+
+
+def test_diff_shows_one_line_per_changed_option(
+    muster_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_record(OLD)
+    write_record(FAILED)
+    write_specs("c: [t.py, --steps, 20, --break, kill]", "c: [t.py, --steps, 30]")
+
+    assert diff_text(capsys).splitlines()[:-1] == [
+        "steps 20 -> 30  (c)",
+        "--break kill removed  (c)",
+    ]
+
+
+@pytest.mark.parametrize("is_resumed_first", [True, False])
+def test_diff_leaves_out_the_checkpoint_from_which_an_attempt_resumes(
+    muster_home: Path, capsys: pytest.CaptureFixture[str], is_resumed_first: bool
+) -> None:
+    resumed, fresh = (OLD, FAILED) if is_resumed_first else (FAILED, OLD)
+    checkpoint = RunPlace.of(resumed).directory / "checkpoints" / "step-10"
+    write_record(fresh)
+    write_record(resumed)
+    path = RunPlace.of(resumed).record
+    content = json.loads(path.read_text())
+    content["attempts"][-1]["resume_from"] = str(checkpoint)
+    path.write_text(json.dumps(content))
+    template = "env: {RESUME_FROM: 'PATH'}\nc: [t.py, --resume, 'PATH', '--load=PATH/model']"
+    with_checkpoint = template.replace("PATH", str(checkpoint))
+    without_checkpoint = template.replace("PATH", "")
+    texts = {resumed: with_checkpoint, fresh: without_checkpoint}
+    write_specs(texts[OLD], texts[FAILED])
+
+    assert diff_text(capsys).splitlines()[:-1] == []
 
 
 @pytest.mark.parametrize(
