@@ -22,6 +22,7 @@ from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.loading import find_project_root, make_absolute, parse_yaml
 from tasks.spec.script_imports import ImportFinder
 from tasks.spec.script_loops import StepLoop, find_step_loop
+from tasks.spec.script_metrics import WrittenMetrics, find_written_metrics
 from tasks.spec.script_options import Purpose, ScriptOption, read_options, read_variables
 from tasks.spec.script_structure import (
     only_defines,
@@ -436,6 +437,10 @@ class _SpecWriter:
         self.config_folder = self._find_config_path(Purpose.CHECKPOINTS)
         #: Metrics file that the script reads from a configuration file, or None.
         self._config_metrics = self._find_config_path(Purpose.METRICS)
+        #: Metrics file that the script itself writes, or None if unknown.
+        self._written_metrics: WrittenMetrics | None = None
+        if script.file.suffix == ".py":
+            self._written_metrics = find_written_metrics((script.content, *script.imported))
 
     def _find_config_path(self, purpose: Purpose) -> ConfigPath | None:
         """Return a path that the script reads from a configuration file.
@@ -477,7 +482,8 @@ class _SpecWriter:
     def _writes_metrics(self) -> bool:
         """True if the script writes its metrics to a file that Muster knows.
 
-        An option, a variable or a key of a configuration file names the metrics file.
+        An option, a variable or a key of a configuration file names the metrics file. Or the script
+        writes the file into the folder of its checkpoints, which an option names.
         """
         return (
             Purpose.METRICS in self._used_options
@@ -487,9 +493,30 @@ class _SpecWriter:
 
     @property
     def _metrics_file(self) -> str | None:
-        """Path of the metrics file according to a configuration file, or None if unknown."""
+        """Path of the metrics file that the script chooses itself, or None if unknown.
+
+        The path comes from a configuration file, or from the option for the folder of the
+        checkpoints.
+        """
         metrics = self._config_metrics
-        return metrics.path if metrics is not None and metrics.is_fixed else None
+        if metrics is not None:
+            return metrics.path if metrics.is_fixed else None
+        return self._metrics_beside_checkpoints
+
+    @property
+    def _metrics_beside_checkpoints(self) -> str | None:
+        """Path of the metrics file that the script writes into the folder of its checkpoints.
+
+        None if the script writes no such file, or if no option of the script names the folder.
+        """
+        written = self._written_metrics
+        option = self._used_options.get(Purpose.CHECKPOINTS)
+        if written is None or option is None or Purpose.METRICS in self._used_options:
+            return None
+        attribute = option.name.lstrip("-").replace("-", "_")
+        if written.folder_attribute != attribute:
+            return None
+        return f"${{run.dir}}/checkpoints/{written.name}"
 
     @property
     def missing_arguments(self) -> tuple[str, ...]:
@@ -577,11 +604,23 @@ class _SpecWriter:
             comment = f"# The key {config.key} in {config.file} names this file.\n"
             path = _quote(self._metrics_file)
             return comment + text.replace('"${attempt.dir}/metrics.jsonl"', path)
+        if self._metrics_file is not None:
+            option = self._used_options[Purpose.CHECKPOINTS].name
+            comment = f"# The script itself writes this file, into the folder of {option}.\n"
+            path = json.dumps(self._metrics_file)
+            return comment + text.replace('"${attempt.dir}/metrics.jsonl"', path)
         if file := self._find_unnamed_metrics():
             return (
                 f"# If the script already writes its steps to {file}, use this file instead:\n"
                 f"#   progress: {{jsonl: {_quote(file)}, step: name-of-the-step}}\n"
                 f"{text}"
+            )
+        if self._written_metrics is not None and not self._writes_metrics:
+            return (
+                f"# The script seems to write its own metrics file {self._written_metrics.name}. "
+                "To use this\n"
+                "# file, write its path in `progress.jsonl`, and the key of the step in "
+                f"`progress.step`.\n{text}"
             )
         return text
 

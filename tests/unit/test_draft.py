@@ -417,6 +417,80 @@ def test_script_with_a_metrics_option_needs_no_hook(tmp_path: Path) -> None:
     assert '--metrics-file, "${attempt.dir}/metrics.jsonl"' in draft.text
 
 
+#: Script that writes its own metrics to the file OPEN, for 40 steps.
+OWN_METRICS = """\
+import argparse, json, os
+from pathlib import Path
+parser = argparse.ArgumentParser()
+parser.add_argument("--output-dir", default="output")
+parser.add_argument("--log-dir", default="logs")
+parser.add_argument("--steps", type=int, default=40)
+args = parser.parse_args()
+out = Path(args.output_dir)
+logs = Path(args.log_dir)
+f = OPEN
+for step in range(1, args.steps + 1):
+    f.write(json.dumps({"step": step, "loss": 1 / step}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("opened", "name"),
+    [
+        ('open(out / "metrics.jsonl", "a")', "metrics.jsonl"),
+        ('open(out / "metrics.jsonl", "a") if True else None', "metrics.jsonl"),
+        ('(out.resolve() / "logs" / "train_log.jsonl").open(mode="w")', "logs/train_log.jsonl"),
+        ('open(os.path.join(args.output_dir, "metrics.jsonl"), "w")', "metrics.jsonl"),
+        ('open(f"{args.output_dir}/metrics.jsonl", "w")', "metrics.jsonl"),
+    ],
+)
+def test_metrics_that_a_script_writes_beside_its_checkpoints_are_read(
+    tmp_path: Path, opened: str, name: str
+) -> None:
+    folder = project(tmp_path, {"train.py": OWN_METRICS.replace("OPEN", opened)})
+
+    draft = draft_spec(folder)
+    spec = load_draft(folder)
+
+    assert draft.hook is None
+    assert "muster_metrics" not in draft.text
+    assert spec.progress is not None and spec.progress.jsonl == f"{SAVED}/{name}"
+    assert spec.progress.step == "step"
+    assert "METRICS" not in spec.env
+    assert spec.success is not None and spec.success.step == 40
+
+
+@pytest.mark.parametrize(
+    "opened",
+    [
+        'open(logs / "metrics.jsonl", "a")',
+        'open("metrics.jsonl", "a")',
+        'open(choose_folder() / "metrics.jsonl", "a")',
+    ],
+)
+def test_metrics_file_in_an_unknown_folder_is_named_in_a_comment(
+    tmp_path: Path, opened: str
+) -> None:
+    folder = project(tmp_path, {"train.py": OWN_METRICS.replace("OPEN", opened)})
+
+    draft = draft_spec(folder)
+
+    assert "# The script seems to write its own metrics file metrics.jsonl." in draft.text
+    assert draft.hook is not None
+
+
+@pytest.mark.parametrize(
+    "opened", ['open(out / "metrics.jsonl")', 'open(out / "samples.jsonl", "a")']
+)
+def test_files_without_metrics_of_the_script_change_nothing(tmp_path: Path, opened: str) -> None:
+    folder = project(tmp_path, {"train.py": OWN_METRICS.replace("OPEN", opened)})
+
+    draft = draft_spec(folder)
+
+    assert "own metrics file" not in draft.text
+    assert draft.hook is not None
+
+
 @pytest.mark.parametrize(
     "source", ["import trl\n", "import torch\n", "import lightning\n", TORCHRUN, "print()\n"]
 )
