@@ -75,7 +75,8 @@ def find_page_url(kind: str, object_id: object) -> str | None:
     url = url_for(kind, obj_id=str(object_id))
     if not ui_url or url is None:
         return None
-    return make_page_url(ui_url, url.removeprefix(ui_url))
+    has_password = bool(PREFECT_API_AUTH_STRING.value())
+    return make_page_url(ui_url, url.removeprefix(ui_url), has_password=has_password)
 
 
 @contextmanager

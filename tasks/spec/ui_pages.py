@@ -12,24 +12,23 @@ from __future__ import annotations
 _UI_PATH = "/v2"
 #: Beginning of each URL in the UI of Prefect Cloud. This UI has no path `/v2`.
 _CLOUD_UI = "https://app.prefect.cloud"
-#: Beginning of the paths of pages that need a link to the login form with the query `redirectTo`.
-#: Such a link works for every user, logged in or not. A direct link would fail for a user who is
-#: not logged in: after the login, the UI adds the query `?tab=` twice, and the page fails.
-_FAILS_AFTER_LOGIN = "deployments/"
 
 
-def make_page_url(ui_url: str, page: str) -> str:
+def make_page_url(ui_url: str, page: str, *, has_password: bool = False) -> str:
     """Return the URL of a page in the Prefect UI.
+
+    If the server has a password, the URL leads through the login form. A user who is logged in sees
+    the page at once. With a direct URL, the page of a deployment would fail after the login,
+    because the UI adds the query `?tab=` twice.
 
     Args:
         ui_url: URL of the Prefect UI. If empty, the path of the page on the server is returned.
         page: Path of the page in the UI, such as `runs/flow-run/ID`.
+        has_password: True if the server requires a password.
     """
     base = ui_url.rstrip("/")
     path = page.lstrip("/")
     if base.startswith(_CLOUD_UI):
         return f"{base}/{path}"
     base = base.removesuffix(_UI_PATH) + _UI_PATH
-    if path.startswith(_FAILS_AFTER_LOGIN):
-        return f"{base}/login?redirectTo=/{path}"
-    return f"{base}/{path}"
+    return f"{base}/login?redirectTo=/{path}" if has_password else f"{base}/{path}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import prefect
 import pytest
-from prefect.settings import PREFECT_UI_URL, Settings, temporary_settings
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_UI_URL, Settings, temporary_settings
 
 from deployments.stack.env import NODES_PAGE, POOL, QUEUE_PAGE
 from tasks.queue.tables import artifact_keys
@@ -43,18 +43,20 @@ def test_page_of_a_run_is_in_the_ui_with_a_login_form(ui_url: str, page: str) ->
     ("kind", "route"),
     [
         ("flow-run", "/runs/flow-run/$id"),
-        ("deployment", "/login?redirectTo=/deployments/deployment/$id"),
+        ("deployment", "/deployments/deployment/$id"),
     ],
 )
-def test_ui_of_the_installed_prefect_has_the_pages_of_the_links(kind: str, route: str) -> None:
-    with temporary_settings({PREFECT_UI_URL: "http://h"}):
+@pytest.mark.parametrize(("password", "login"), [(None, ""), ("user:secret", "/login?redirectTo=")])
+def test_ui_of_the_installed_prefect_has_the_pages_of_the_links(
+    kind: str, route: str, password: str | None, login: str
+) -> None:
+    with temporary_settings({PREFECT_UI_URL: "http://h", PREFECT_API_AUTH_STRING: password}):
         page = find_page_url(kind, "$id")
 
     scripts = Path(prefect.__ui_v2_static_path__).glob("assets/*.js")
 
-    assert page == f"http://h/v2{route}"
-    path = route.removeprefix("/login?redirectTo=")
-    assert any(f"`{path}`" in script.read_text() for script in scripts)
+    assert page == f"http://h/v2{login}{route}"
+    assert any(f"`{route}`" in script.read_text() for script in scripts)
 
 
 def test_ui_of_the_installed_prefect_has_a_page_for_an_artifact_key() -> None:
