@@ -132,6 +132,8 @@ class Event:
     unseen = _Field[tuple[str, ...]]((), tuple)
     url = _Field("", str)
     why = _Field("", str)
+    #: Longest time in seconds for which a stop waits until a component has saved its checkpoint.
+    within_s = _Field(0.0, float)
 
     @staticmethod
     def from_line(line: str | bytes) -> Event:

@@ -359,6 +359,8 @@ class ObservedRun:
                     self._change(name, status=event.message)
             case "component.drained":
                 self._change(name, note=f"{note}, finished its work".lstrip(", "))
+            case "component.saving":
+                self._change(name, note="seems to be writing a checkpoint")
             case "component.exited":
                 ending = format_ending(event.exit_code, event.signal)
                 self._change(name, stage=Standing.ENDED, ended_at=event.at, note=ending)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from tasks.processes.component import ComponentPlan
 from tasks.processes.warning_signal import StopWarning
+from tasks.record.checkpoints import is_writing_checkpoint
 from tasks.record.states import RunState
+from tasks.show.lines import lines_of
 from tasks.spec.probes import ReadyProbe
 from tests.support.supervised_components import DEADLINE_S, ComponentHarness, python
 
@@ -70,6 +73,38 @@ def test_second_interrupt_ends_the_wait_for_a_checkpoint(harness: ComponentHarne
     assert verdict.state is RunState.CANCELLED
     [event] = harness.list_events("component.exited", "trainer")
     assert event.fields["signal"] == "SIGKILL"
+
+
+def test_terminal_shows_the_wait_for_a_checkpoint(harness: ComponentHarness) -> None:
+    code = """
+import os, time
+os.mkdir("step-10")
+part = open("step-10/part", "w")
+print("up", flush=True)
+while not os.path.exists("stop-seen"):
+    part.write("x")
+    part.flush()
+    time.sleep(0.05)
+"""
+    component = harness.component("trainer", python(code), ready=UP)
+    trainer = replace(
+        component,
+        command=replace(component.command, save_grace_s=600.0),
+        is_saving=partial(is_writing_checkpoint, str(harness.directory), harness.directory),
+    )
+    supervisor = harness.start_all(trainer)
+
+    supervisor.interrupt("cancelled")
+    event = harness.wait_for_event("component.saving", "trainer")
+    (harness.directory / "stop-seen").touch()
+    harness.end(supervisor)
+
+    assert [line.plain for line in lines_of(event)] == [
+        "trainer: seems to be writing a checkpoint; its stop signal waits for at most 600 s"
+    ]
+    # The trainer ended itself, so the stop signal came after the checkpoint.
+    [exited] = harness.list_events("component.exited", "trainer")
+    assert exited.fields["exit_code"] == 0
 
 
 @pytest.mark.parametrize("handler", ["", "signal.signal(signal.SIGUSR1, signal.SIG_IGN)"])

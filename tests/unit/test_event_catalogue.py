@@ -11,6 +11,7 @@ import pytest
 
 from tasks.record.events import Event
 from tasks.record.states import GroupState
+from tasks.show.lines import lines_of
 from tasks.show.run_view import ObservedRun, Standing
 from tasks.spec.run import RunSpec
 from tests.support.events_page import CATALOGUE
@@ -53,6 +54,16 @@ def read_names() -> Iterator[tuple[str, str]]:
                     if isinstance(pattern, ast.MatchValue):
                         where = f"{path.relative_to(ROOT)}:{pattern.lineno}"
                         yield where, ast.literal_eval(pattern.value)
+
+
+@pytest.mark.parametrize("name", sorted(CATALOGUE))
+def test_terminal_can_describe_each_event(name: str) -> None:
+    # The test fails if `lines_of` reads a property that `Event` does not have. In a real run,
+    # `EventLog` only logs such an error, and the terminal shows no line.
+    fields = dict.fromkeys(CATALOGUE[name])
+    for event_fields in ({}, fields):
+        event = Event(at=0.0, name=name, component="trainer", fields=event_fields)
+        assert len(list(lines_of(event))) <= 3
 
 
 def test_emitted_events_are_in_the_catalogue() -> None:
