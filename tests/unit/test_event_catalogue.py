@@ -60,9 +60,9 @@ def read_names() -> Iterator[tuple[str, str]]:
 def test_terminal_can_describe_each_event(name: str) -> None:
     # The test fails if `lines_of` reads a property that `Event` does not have. In a real run,
     # `EventLog` only logs such an error, and the terminal shows no line.
-    fields = dict.fromkeys(CATALOGUE[name])
-    for event_fields in ({}, fields):
-        event = Event(at=0.0, name=name, component="trainer", fields=event_fields)
+    for fields in ((), CATALOGUE[name]):
+        nulls = dict.fromkeys(fields)
+        event = Event(at=0.0, name=name, component="trainer", fields=nulls)
         assert len(list(lines_of(event))) <= 3
 
 
