@@ -115,19 +115,32 @@ def _list_named_by_command(component: ComponentPlan) -> Iterator[Path]:
 def _list_files(folder: Path) -> Iterator[Path]:
     """Yield the possible metrics files in a folder and in its subfolders, in a fixed order.
 
-    Hidden folders are skipped. Symbolic links to folders are not followed.
+    Hidden folders are skipped. Symbolic links to folders are not followed. The search ends at the
+    first folder that exceeds the limit `_ENTRIES_AT_MOST`. No file of this folder is yielded,
+    because the system lists the files of a folder in any order.
     """
     examined = 0
-    for parent, folders, names in os.walk(folder):
-        examined += len(folders) + len(names)
-        if examined > _ENTRIES_AT_MOST:
-            return
-        depth = len(Path(parent).relative_to(folder).parts)
-        visible = sorted(name for name in folders if not name.startswith("."))
-        folders[:] = visible if depth < _LEVELS else []
+    #: Folders to search, each with its level below `folder`. The last folder is the next.
+    remaining = [(folder, 0)]
+    while remaining:
+        parent, level = remaining.pop()
+        names: list[str] = []
+        subfolders: list[str] = []
+        with suppress(OSError), os.scandir(parent) as entries:
+            for entry in entries:
+                # Check the limit for each entry, because a folder may contain millions of files.
+                examined += 1
+                if examined > _ENTRIES_AT_MOST:
+                    return
+                if not entry.is_dir(follow_symlinks=False):
+                    names.append(entry.name)
+                elif level < _LEVELS and not entry.name.startswith("."):
+                    subfolders.append(entry.name)
+
         for name in sorted(names):
             if _is_candidate(name):
-                yield Path(parent) / name
+                yield parent / name
+        remaining += [(parent / name, level + 1) for name in sorted(subfolders, reverse=True)]
 
 
 def _is_same_path(path: Path, other: Path) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -136,3 +136,55 @@ def test_folder_above_the_working_directory_is_not_searched(tmp_path: Path) -> N
     write_steps(tmp_path / "m.jsonl")
 
     assert find_metrics(plan(tmp_path, "train", "/", f"{tmp_path}/")) is None
+
+
+class CountingListing:
+    """Lists a folder like `os.scandir`, and counts the entries of all listings."""
+
+    count = 0
+
+    def __init__(self, entries: Iterator[os.DirEntry[str]]) -> None:
+        self._entries = entries
+
+    def __iter__(self) -> CountingListing:
+        return self
+
+    def __next__(self) -> os.DirEntry[str]:
+        entry = next(self._entries)
+        CountingListing.count += 1
+        return entry
+
+    def __enter__(self) -> CountingListing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._entries.close()  # type: ignore[attr-defined]
+
+
+def test_search_stops_reading_a_folder_with_too_many_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt_plan = plan(tmp_path, "train")
+    for number in range(3000):
+        (tmp_path / "project" / f"{number}.txt").touch()
+    scandir = os.scandir
+    monkeypatch.setattr(CountingListing, "count", 0)
+    monkeypatch.setattr(os, "scandir", lambda path: CountingListing(scandir(path)))
+
+    found = find_metrics(attempt_plan)
+
+    assert found is None
+    assert 2000 < CountingListing.count < 2100
+
+
+def test_subfolders_are_searched_in_the_order_of_their_names(tmp_path: Path) -> None:
+    write_steps(tmp_path / "project" / "b" / "m.jsonl")
+    first = write_steps(tmp_path / "project" / "a" / "z" / "m.jsonl")
+
+    found = find_metrics(plan(tmp_path, "train"))
+
+    assert found is not None
+    assert found.path == first
