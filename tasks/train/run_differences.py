@@ -51,6 +51,8 @@ class Comparison:
     second: Mapping[str, object]
     #: Sentence for the user about compared runs that have not started. Empty if both have started.
     note: str = ""
+    #: For each of the two attempts: True if the spec of the attempt names submitted code.
+    have_submitted_code: tuple[bool, bool] = (False, False)
 
     @property
     def differences(self) -> dict[str, tuple[object, object]]:
@@ -82,10 +84,27 @@ class Comparison:
                     old_list = _get_list(self.first, parent)
                     lines += _describe_list(parent, old_list, _get_list(self.second, parent))
             elif key == "spec_file" and None in (old, new):
-                lines.append(_describe_start(is_first_from_file=new is None))
+                lines.append(self._describe_start())
             elif not key.startswith("code.") and key not in ("tree", "diff"):
                 lines.append(f"{key.removeprefix('spec.')} {_show(old)} -> {_show(new)}")
         return [*lines, *_describe_code(self.first, self.second, differences)]
+
+    def _describe_start(self) -> str:
+        """Return a line that says how each of the two runs was started."""
+        parts: list[str] = []
+        names = ("the first run", "the second run")
+        attempts = (self.first, self.second)
+        for name, properties, has_code in zip(
+            names, attempts, self.have_submitted_code, strict=True
+        ):
+            if properties.get("spec_file") is not None:
+                parts.append(f"{name} was started with muster train")
+            elif has_code:
+                parts.append(f"{name} was started by a worker (muster submit, or a deployment)")
+            else:
+                # Earlier versions of Muster did not record the spec file of `muster train`.
+                parts.append(f"the record of {name} does not say how the run was started")
+        return ", and ".join(parts)
 
 
 def compare_attempts(first_name: str, second_name: str) -> Comparison:
@@ -107,7 +126,9 @@ def compare_attempts(first_name: str, second_name: str) -> Comparison:
     waiting = [found.run for found in pair if found.attempt is None]
     if not waiting:
         first, second = (_read_properties(found) for found in pair)
-        return _compare(first, second)
+        comparison = _compare(first, second)
+        has_first_code, has_second_code = (_has_submitted_code(found) for found in pair)
+        return replace(comparison, have_submitted_code=(has_first_code, has_second_code))
     states = [f"{run.run_id} has not started: it is {run.state}." for run in waiting]
     first, second = (_read_submitted_properties(found) for found in pair)
     note = f"{' '.join(states)} Only the spec and the submitted code are compared."
@@ -140,17 +161,6 @@ def _compare(first: dict[str, object], second: dict[str, object], note: str = ""
 def _list_components(properties: Mapping[str, object]) -> set[str]:
     """Return the names of the components in the spec of an attempt."""
     return {key.split(".")[2] for key in properties if key.startswith("spec.components.")}
-
-
-def _describe_start(*, is_first_from_file: bool) -> str:
-    """Return a line that says how each of two runs was started.
-
-    Args:
-        is_first_from_file: True if `muster train` started the first run.
-    """
-    ways = ["with muster train", "by a worker (muster submit, or a deployment)"]
-    first, second = ways if is_first_from_file else reversed(ways)
-    return f"the first run was started {first}, and the second run was started {second}"
 
 
 def _show(value: object) -> str:
@@ -364,6 +374,17 @@ def _find_attempt(name: str) -> _FoundAttempt:
         f"{run.run_id} has no attempt {int(match[2])}. To see the attempts: muster explain "
         f"{run.run_id}"
     )
+
+
+def _has_submitted_code(found: _FoundAttempt) -> bool:
+    """Return True if the spec of an attempt names submitted code.
+
+    `muster submit` and deployments write the name of the code into the spec. The value `live` is no
+    name: a user can write this value into each spec.
+    """
+    assert found.attempt is not None
+    code = read_attempt_spec(found.run.place, found.attempt.number).get("code")
+    return code not in (None, LIVE_CODE)
 
 
 def _read_properties(found: _FoundAttempt) -> dict[str, object]:

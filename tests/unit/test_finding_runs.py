@@ -534,6 +534,25 @@ def test_diff_of_a_train_run_and_a_submitted_run_shows_only_changes_of_the_user(
     assert shown == [*lines, start]
 
 
+@pytest.mark.parametrize("code", ["", "code: live\n"])
+@pytest.mark.parametrize("is_known_first", [True, False])
+def test_diff_does_not_guess_how_a_run_without_a_recorded_spec_file_was_started(
+    muster_home: Path, capsys: pytest.CaptureFixture[str], code: str, is_known_first: bool
+) -> None:
+    known, unknown = (OLD, FAILED) if is_known_first else (FAILED, OLD)
+    write_record(known, provenance={"project": "/p", "spec_file": "/p/muster.yaml"})
+    write_record(unknown, provenance={"project": "/p"})
+    texts = {known: "cwd: /p", unknown: f"{code}cwd: /p"}
+    write_specs(texts[OLD], texts[FAILED])
+
+    [line] = diff_text(capsys).splitlines()[:-1]
+
+    names = {True: "the first run", False: "the second run"}
+    start = f"{names[is_known_first]} was started with muster train"
+    no_start = f"the record of {names[not is_known_first]} does not say how the run was started"
+    assert set(line.split(", and ")) == {start, no_start}
+
+
 @pytest.mark.parametrize(
     ("second", "lines"),
     [
