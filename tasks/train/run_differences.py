@@ -15,13 +15,13 @@ from tasks.record.code_store import NoCode, hash_files, read_code, read_files
 from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord, RunJson
 from tasks.spec.errors import BadArgument
-from tasks.spec.loading import dump_spec
 from tasks.spec.placeholders import mapping_or_empty
-from tasks.spec.run import LIVE_CODE
+from tasks.spec.run import LIVE_CODE, RunSpec
 from tasks.spec.secrets import find_code_secrets, mask_text
 from tasks.spec.start_order import START_ORDER_KEY
 from tasks.train.finding_runs import find_run
 from tasks.train.run_records import find_record
+from tasks.train.run_spec_files import find_spec_files, to_plain_data
 from tasks.train.runs import Run
 from tasks.train.server_url import may_have_prefect_server
 
@@ -126,17 +126,33 @@ def compare_attempts(first_name: str, second_name: str) -> Comparison:
     waiting = [found.run for found in pair if found.attempt is None]
     if not waiting:
         first, second = (_read_properties(found) for found in pair)
-        comparison = _compare(first, second)
+        specs = [_read_run_spec(found.run.place) for found in pair]
+        comparison = _compare(first, second, specs)
         has_first_code, has_second_code = (_has_submitted_code(found) for found in pair)
         return replace(comparison, have_submitted_code=(has_first_code, has_second_code))
     states = [f"{run.run_id} has not started: it is {run.state}." for run in waiting]
-    first, second = (_read_submitted_properties(found) for found in pair)
+    submitted_specs = [_read_submitted_spec(found) for found in pair]
+    first, second = (
+        _read_submitted_properties(found, spec)
+        for found, spec in zip(pair, submitted_specs, strict=True)
+    )
+    specs = [
+        to_plain_data(spec) if spec is not None else _read_run_spec(found.run.place)
+        for found, spec in zip(pair, submitted_specs, strict=True)
+    ]
     note = f"{' '.join(states)} Only the spec and the submitted code are compared."
-    return _compare(first, second, note)
+    return _compare(first, second, specs, note)
 
 
-def _compare(first: dict[str, object], second: dict[str, object], note: str = "") -> Comparison:
+def _compare(
+    first: dict[str, object],
+    second: dict[str, object],
+    specs: Sequence[object],
+    note: str = "",
+) -> Comparison:
     """Return the comparison of two attempts.
+
+    The spec files of the two runs are left out, because the values of the specs are compared.
 
     If a component is in only one of the specs, the start orders of the components are left out,
     because the keys of this component already show the difference.
@@ -144,8 +160,14 @@ def _compare(first: dict[str, object], second: dict[str, object], note: str = ""
     Args:
         first: Properties of the first attempt.
         second: Properties of the second attempt.
+        specs: The specs of the two runs as plain data. None for an unknown spec.
         note: See `Comparison.note`.
     """
+    left_out = _find_spec_properties(first, second, specs)
+    first, second = (
+        {key: value for key, value in properties.items() if key not in left_out}
+        for properties in (first, second)
+    )
     if _list_components(first) != _list_components(second):
         first, second = (
             {
@@ -156,6 +178,30 @@ def _compare(first: dict[str, object], second: dict[str, object], note: str = ""
             for properties in (first, second)
         )
     return Comparison(first=first, second=second, note=note)
+
+
+def _find_spec_properties(
+    first: Mapping[str, object], second: Mapping[str, object], specs: Sequence[object]
+) -> set[str]:
+    """Return the names of the properties, such as `code.muster.yaml`, for the runs' spec files.
+
+    Only the files that differ between the two attempts are searched.
+
+    Args:
+        first: Properties of the first attempt.
+        second: Properties of the second attempt.
+        specs: The specs of the two runs as plain data. None for an unknown spec.
+    """
+    names = [
+        key.removeprefix("code.")
+        for key in {*first, *second}
+        if key.startswith("code.") and first.get(key) != second.get(key)
+    ]
+    return {
+        f"code.{name}"
+        for properties, spec in zip((first, second), specs, strict=True)
+        for name in find_spec_files(properties, spec, names)
+    }
 
 
 def _list_components(properties: Mapping[str, object]) -> set[str]:
@@ -399,21 +445,42 @@ def _read_properties(found: _FoundAttempt) -> dict[str, object]:
     return {**_flatten_spec(spec), **_flatten_provenance(provenance)}
 
 
-def _read_submitted_properties(found: _FoundAttempt) -> dict[str, object]:
+def _read_run_spec(place: RunPlace) -> object:
+    """Return the spec that a run stored in its directory, as plain data. None if unreadable.
+
+    The placeholders in the spec are not replaced, and the secrets are masked.
+    """
+    with suppress(OSError, UnicodeDecodeError, yaml.YAMLError):
+        return yaml.safe_load(place.spec.read_text(encoding="utf-8"))
+    return None
+
+
+def _read_submitted_spec(found: _FoundAttempt) -> RunSpec | None:
+    """Return the submitted spec of a run, or None if no server sends the spec.
+
+    Raises:
+        InvalidSpec: The spec has faults.
+    """
+    if not may_have_prefect_server():
+        return None
+    # Import this module only if needed, because it imports Prefect, which takes seconds.
+    from tasks.train.server_runs import read_submitted_spec
+
+    return read_submitted_spec(found.run)
+
+
+def _read_submitted_properties(found: _FoundAttempt, spec: RunSpec | None) -> dict[str, object]:
     """Return the submitted spec and code of a run.
 
     The result is a mapping from dotted property names to values.
 
-    Raises:
-        BadArgument: The run has not started, and the server does not have its spec.
-        InvalidSpec: The spec has faults.
-    """
-    spec = None
-    if may_have_prefect_server():
-        # Import this module only if needed, because it imports Prefect, which takes seconds.
-        from tasks.train.server_runs import read_submitted_spec
+    Args:
+        found: The run.
+        spec: The submitted spec, or None if no server sends the spec.
 
-        spec = read_submitted_spec(found.run)
+    Raises:
+        BadArgument: The run has not started, and its spec is unknown.
+    """
     recorded = _read_properties(found) if found.attempt is not None else {}
     if spec is None and not recorded:
         raise BadArgument(
@@ -430,8 +497,7 @@ def _read_submitted_properties(found: _FoundAttempt) -> dict[str, object]:
         code = _flatten_provenance(_read_submitted_code(spec.code if spec is not None else None))
     if spec is None:
         return {**{key: recorded[key] for key in recorded if key.startswith("spec.")}, **code}
-    # `dump_spec` masks the secrets, so convert the spec to YAML and back.
-    return {**_flatten_spec(yaml.safe_load(dump_spec(spec))), **code}
+    return {**_flatten_spec(to_plain_data(spec)), **code}
 
 
 def _read_submitted_code(name: str | None) -> dict[str, object]:

@@ -37,6 +37,7 @@ from tasks.record.run_json import RunJson
 from tasks.server.flow_runs import TYPED_NAME_LABEL
 from tasks.show.arguments import run as run_verb
 from tasks.spec.errors import BadArgument, Fault, InvalidSpec, MusterError
+from tasks.spec.loading import dump_spec, parse_spec
 from tasks.spec.watch import NOT_FINITE_ADVICE
 from tasks.train import run_cancellation, run_verbs, server_runs
 from tasks.train.finding_runs import find_run, list_runs
@@ -433,7 +434,12 @@ def test_why_works_on_a_record_if_the_server_does_not_answer(
 
 def diff_text(capsys: pytest.CaptureFixture[str]) -> str:
     """Return the output of `muster show --diff` for the runs OLD and FAILED."""
-    assert run_verb(SHOW, ["--diff", OLD, FAILED]) == 0
+    return diff_of(capsys, OLD, FAILED)
+
+
+def diff_of(capsys: pytest.CaptureFixture[str], first: str, second: str) -> str:
+    """Return the output of `muster show --diff` for two runs."""
+    assert run_verb(SHOW, ["--diff", first, second]) == 0
     return capsys.readouterr().out
 
 
@@ -721,6 +727,102 @@ def test_diff_shows_the_code_as_a_unified_diff(
     assert "data.bin: not a text file; its size changes from 2 to 2 bytes" in text
     assert "first-value" not in text and "second-value" not in text
     assert trees[0] not in text
+
+
+SPEC_TEXT = """
+name: trial
+workload: sft
+env: {HF_TOKEN: secret-value}
+components:
+  trainer: {command: [python, train.py, --lr, RATE], stop: {grace_s: 2.50}}
+  evaluator: {command: [python, evaluate.py]}
+"""
+
+
+def store_two_states_of_a_project(project: Path) -> list[str]:
+    """Store a project before and after a change of all its files, and return the two codes.
+
+    In the first state, `muster.yaml` is a spec with the learning rate 6e-3, and `other.yaml` is
+    missing. In the second state, `other.yaml` is a spec with the learning rate 7e-3.
+    """
+    first, second, third, fourth = (SPEC_TEXT.replace("RATE", f"{n}e-3") for n in range(6, 10))
+    states = [
+        {"muster.yaml": first, "third.yaml": third, "settings.yaml": "lr: 6\n"},
+        {"muster.yaml": fourth, "third.yaml": fourth, "settings.yaml": "lr: 7\n"},
+    ]
+    states[1]["other.yaml"] = second
+    codes: list[str] = []
+    project.mkdir()
+    for files in states:
+        for name, text in files.items():
+            (project / name).write_text(text)
+        codes.append(store_project(project))
+    return codes
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_diff_leaves_out_only_the_spec_files_of_the_two_runs(
+    muster_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], is_recorded: bool
+) -> None:
+    project = tmp_path / "project"
+    codes = store_two_states_of_a_project(project)
+    for run_id, code, name, rate in (
+        (OLD, codes[0], "muster.yaml", "6e-3"),
+        (FAILED, codes[1], "other.yaml", "7e-3"),
+    ):
+        spec_file = {"spec_file": str(project / name)} if is_recorded else {}
+        tree = read_code(code).tree
+        write_record(run_id, provenance={"project": str(project), "tree": tree, **spec_file})
+        written = yaml.safe_load(SPEC_TEXT.replace("RATE", rate))
+        # The Prefect server stores the spec of a submitted run as JSON.
+        submitted = json.loads(json.dumps(parse_spec(written).to_server_data()))
+        spec = parse_spec({**submitted, "code": code, "run_id": WAITING})
+        RunPlace.of(run_id).spec.write_text(dump_spec(spec))
+
+    text = diff_text(capsys)
+    run_verb(SHOW, ["--diff", OLD, FAILED, "--json"])
+
+    shown_files = {line.split("/")[-1] for line in text.splitlines() if line.startswith("+++ ")}
+    differences = json.loads(capsys.readouterr().out)
+    assert shown_files == {"third.yaml", "settings.yaml"}
+    assert {key for key in differences if key.startswith("code.")} == {
+        "code.third.yaml",
+        "code.settings.yaml",
+    }
+
+
+def test_diff_of_waiting_runs_leaves_out_their_spec_files(
+    muster_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes = store_two_states_of_a_project(tmp_path / "project")
+    specs = [yaml.safe_load(SPEC_TEXT.replace("RATE", rate)) for rate in ("6e-3", "7e-3")]
+    other_id = "55555555-0000-4000-8000-000000000000"
+    other = WAITING.replace("cccc", "dddd")
+
+    with serving_flow_runs(
+        submitted_run(WAITING, WAITING_ID, **{**specs[0], "code": codes[0]}),
+        submitted_run(other, other_id, **{**specs[1], "code": codes[1]}),
+    ):
+        text = diff_of(capsys, WAITING, other)
+
+    assert "lr 6e-3 -> 7e-3  (components.trainer.command)" in text
+    assert "+++ b/third.yaml" in text
+    assert "muster.yaml" not in text and "other.yaml" not in text
+
+
+@pytest.mark.parametrize("content", ["[", "- 1", "x: 1\nx: 2", "\xff", "components: {a: 1}"])
+def test_diff_shows_a_yaml_file_that_is_no_spec(
+    muster_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    project = tmp_path / "project"
+    trees = [read_code(store_code(project, "lr = 6\n")).tree]
+    (project / "settings.yaml").write_bytes(content.encode("latin-1"))
+    trees.append(read_code(store_code(project, "lr = 6\n")).tree)
+    for run_id, tree in ((OLD, trees[0]), (FAILED, trees[1])):
+        write_record(run_id, provenance={"tree": tree})
+        RunPlace.of(run_id).spec.write_text(SPEC_TEXT)
+
+    assert "settings.yaml" in diff_text(capsys)
 
 
 @pytest.mark.parametrize("host", ["here", "there", None])
