@@ -240,13 +240,17 @@ def compose_report(
         for process in of_node["processes"]
     ]
     frame_counts = Counter(process["frame"] for _, process in processes)
-    parents = {(node, process["parent"]) for node, process in processes if process["is_own"]}
+    ancestors = {
+        (node, pid)
+        for node, of_node in evidence_by_node.items()
+        for pid in _find_ancestors(of_node["processes"])
+    }
 
     def sort_key(node_and_process: tuple[str, HungProcess]) -> tuple[bool, bool, bool, bool, int]:
         node, process = node_and_process
         return (
             not process["rank"],
-            process["waits_for_children"] and (node, process["pid"]) in parents,
+            process["waits_for_children"] and (node, process["pid"]) in ancestors,
             _WAITS_FOR_OTHERS.search(process["frame"]) is not None,
             not process["is_own"],
             frame_counts[process["frame"]],
@@ -256,7 +260,8 @@ def compose_report(
     # the rank that hangs. So ranks that do not wait for other ranks come first. Among several such
     # ranks, the rank at the place that the fewest processes share comes first. A process that waits
     # for the ends of its child processes, such as the parent in `torch.multiprocessing.spawn`,
-    # comes after these child processes.
+    # comes after these child processes. The parent may also wait for a child of its child:
+    # with the start method `forkserver` of `multiprocessing`, a server forks all children.
     processes.sort(key=sort_key)
     places = [
         (f"rank {process['rank']}, " if process["rank"] else "")
@@ -288,6 +293,23 @@ def compose_report(
     has_several = 1 < len(suspects) <= _SUSPECTS_AT_MOST and processes[0][1]["rank"]
     hangs_in = " or in ".join(suspects if has_several else suspects[:1])
     return hangs_in, "\n\n".join(parts) + "\n"
+
+
+def _find_ancestors(processes: Sequence[HungProcess]) -> set[int]:
+    """Return the pids of all ancestors of the processes that execute the program's own code.
+
+    Args:
+        processes: The examined processes of a machine. The result contains no ancestor above these
+            processes and their parents.
+    """
+    parent_by_pid = {process["pid"]: process["parent"] for process in processes}
+    ancestors: set[int] = set()
+    for process in processes:
+        pid = process["parent"] if process["is_own"] else None
+        while pid is not None and pid not in ancestors:
+            ancestors.add(pid)
+            pid = parent_by_pid.get(pid)
+    return ancestors
 
 
 def python_stacks(pids: Iterable[int], within_s: float) -> dict[int, list[dict[str, Any]] | str]:

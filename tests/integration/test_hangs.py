@@ -271,7 +271,12 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    "start_method", ["fork", pytest.param("spawn", marks=pytest.mark.thorough)]
+    "start_method",
+    [
+        "fork",
+        pytest.param("forkserver", marks=pytest.mark.thorough),
+        pytest.param("spawn", marks=pytest.mark.thorough),
+    ],
 )
 def test_message_about_a_hang_names_no_idle_worker(
     harness: ComponentHarness, start_method: str

@@ -302,6 +302,20 @@ def test_report_names_a_child_before_the_parent_that_waits_for_its_children() ->
     assert report.index("pid 8") < report.index("pid 7")
 
 
+def test_report_names_a_child_that_a_server_has_forked_for_the_waiting_process() -> None:
+    processes = [
+        process(7, "1", "main (t.py:9), in select (selectors.py:415)", waits_for_children=True),
+        # The server of the start method `forkserver` executes only library code.
+        process(8, "1", "", parent=7),
+        process(9, "1", "worker (t.py:5)", parent=8),
+    ]
+    evidence = HangEvidence(machine="m", processes=processes, text="", nccl="", gpus="")
+
+    hangs_in, _ = compose_report("trainer", "trainer", {"n1": evidence}, {})
+
+    assert hangs_in.startswith("worker (t.py:5) (rank 1, ") and " or in " not in hangs_in
+
+
 def test_report_names_a_process_that_waits_for_another_program() -> None:
     # Rank 1 waits for a program such as nvidia-smi, which is no Python program.
     processes = [
