@@ -20,10 +20,12 @@ import yaml
 from tasks.spec.config_paths import ConfigPath, find_config_path
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.loading import find_project_root, make_absolute, parse_yaml
+from tasks.spec.script_checkpoints import CheckpointFolder, find_checkpoint_folder
 from tasks.spec.script_imports import ImportFinder
 from tasks.spec.script_loops import StepLoop, find_step_loop
 from tasks.spec.script_metrics import WrittenMetrics, find_written_metrics
 from tasks.spec.script_options import Purpose, ScriptOption, read_options, read_variables
+from tasks.spec.script_paths import PathReader
 from tasks.spec.script_structure import (
     only_defines,
     only_imports,
@@ -439,8 +441,14 @@ class _SpecWriter:
         self._config_metrics = self._find_config_path(Purpose.METRICS)
         #: Metrics file that the script itself writes, or None if unknown.
         self._written_metrics: WrittenMetrics | None = None
+        #: Folder in the output folder of the script in which the script saves its checkpoints. None
+        #: if the script saves its checkpoints directly in the output folder.
+        self._subfolder: CheckpointFolder | None = None
         if script.file.suffix == ".py":
-            self._written_metrics = find_written_metrics((script.content, *script.imported))
+            reader = PathReader((script.content, *script.imported))
+            self._written_metrics = find_written_metrics(reader)
+            if option := self._used_options.get(Purpose.CHECKPOINTS):
+                self._subfolder = find_checkpoint_folder(reader, option.attribute)
 
     def _find_config_path(self, purpose: Purpose) -> ConfigPath | None:
         """Return a path that the script reads from a configuration file.
@@ -504,8 +512,15 @@ class _SpecWriter:
         return self._metrics_beside_checkpoints
 
     @property
+    def _output_folder(self) -> str:
+        """Value of the script's option for its checkpoints, or for its output folder."""
+        subfolder = self._subfolder
+        is_run_folder = subfolder is not None and not subfolder.owns_output_folder
+        return "${run.dir}" if is_run_folder else "${run.dir}/checkpoints"
+
+    @property
     def _metrics_beside_checkpoints(self) -> str | None:
-        """Path of the metrics file that the script writes into the folder of its checkpoints.
+        """Path of the metrics file that the script writes into its output folder.
 
         None if the script writes no such file, or if no option of the script names the folder.
         """
@@ -513,10 +528,9 @@ class _SpecWriter:
         option = self._used_options.get(Purpose.CHECKPOINTS)
         if written is None or option is None or Purpose.METRICS in self._used_options:
             return None
-        attribute = option.name.lstrip("-").replace("-", "_")
-        if written.folder_attribute != attribute:
+        if written.folder_attribute != option.attribute:
             return None
-        return f"${{run.dir}}/checkpoints/{written.name}"
+        return f"{self._output_folder}/{written.name}"
 
     @property
     def missing_arguments(self) -> tuple[str, ...]:
@@ -576,12 +590,18 @@ class _SpecWriter:
     def _write_checkpoints(self, text: str) -> str:
         """Return the key `checkpoints` of the run spec, with comments.
 
-        If the script reads the folder of its checkpoints from a configuration file, the key names
-        this folder, and a comment says how to give each run a folder of its own.
+        If the script saves its checkpoints in a subfolder of its output folder, the key names this
+        subfolder. If the script reads the folder of its checkpoints from a configuration file, the
+        key names this folder, and a comment says how to give each run a folder of its own.
 
         Args:
             text: The key as the template contains it.
         """
+        if self._subfolder is not None:
+            path = f"{self._output_folder}/{self._subfolder.subfolder}"
+            text = text.replace('"${run.dir}/checkpoints"', json.dumps(path))
+            option = self._used_options[Purpose.CHECKPOINTS].name
+            return _add_comment(text, self._templates["subfolder"].replace("OPTION", option))
         folder = self.config_folder
         if folder is None:
             return text
@@ -589,8 +609,7 @@ class _SpecWriter:
         comment = self._templates[name].replace("KEY", folder.key).replace("CONFIG", folder.file)
         if folder.is_fixed:
             text = text.replace('"${run.dir}/checkpoints"', _quote(folder.path))
-        head, _, key = text.rstrip("\n").rpartition("\n")
-        return f"{head}\n{comment.rstrip()}\n{key}\n"
+        return _add_comment(text, comment)
 
     def _write_steps(self, text: str) -> str:
         """Return the key `progress` of the run spec, with comments.
@@ -668,7 +687,7 @@ class _SpecWriter:
     def _write_options(self) -> str:
         """Return the options of the script and their values, as items of a YAML list."""
         values = {
-            Purpose.CHECKPOINTS: "${run.dir}/checkpoints",
+            Purpose.CHECKPOINTS: self._output_folder,
             Purpose.RESUME_FROM: "${attempt.resume_from}",
             Purpose.STEPS: "${progress.total}",
             Purpose.METRICS: "${attempt.dir}/metrics.jsonl",
@@ -892,6 +911,12 @@ class _SpecWriter:
 def _has_module(folder: Path, name: str) -> bool:
     """Return True if a folder contains a Python module or package with a certain name."""
     return bool(name) and ((folder / f"{name}.py").is_file() or any((folder / name).glob("*.py")))
+
+
+def _add_comment(text: str, comment: str) -> str:
+    """Return a part of a run spec with a comment above its last line."""
+    head, _, key = text.rstrip("\n").rpartition("\n")
+    return f"{head}\n{comment.rstrip()}\n{key}\n"
 
 
 def _quote(text: str) -> str:

@@ -69,6 +69,13 @@ class ScriptOption:
     default_text: str = ""
     #: True if the option, such as `--verbose`, takes no value.
     is_flag: bool = False
+    #: Name that the source gives to the value of the option, or "" for the usual name.
+    given_attribute: str = ""
+
+    @property
+    def attribute(self) -> str:
+        """Name of the option's value in the script, such as `output_dir` for `args.output_dir`."""
+        return self.given_attribute or self.name.lstrip("-").replace("-", "_")
 
     @property
     def purpose(self) -> Purpose | None:
@@ -154,6 +161,10 @@ def _find_options(tree: ast.Module) -> Iterator[ScriptOption]:
         dashed_names = [name for name in names if name.startswith("-")]
         name = max(dashed_names, key=len) if dashed_names else names[0]
         keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+        long_names = [name for name in dashed_names if name.startswith("--")]
+        plain_names = [name for name in names if not name.startswith("-")]
+        attributes = [_read_text(keywords.get("dest")), *plain_names, *long_names, name]
+        attribute = next(filter(None, attributes)).lstrip("-").replace("-", "_")
         action = keywords.get("action")
         is_flag = (
             has_opposite
@@ -172,6 +183,7 @@ def _find_options(tree: ast.Module) -> Iterator[ScriptOption]:
             default_number=_read_number(keywords.get("default")),
             default_text=_read_text(keywords.get("default")),
             is_flag=is_flag,
+            given_attribute=attribute,
         )
 
 

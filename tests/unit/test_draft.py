@@ -491,6 +491,181 @@ def test_files_without_metrics_of_the_script_change_nothing(tmp_path: Path, open
     assert draft.hook is not None
 
 
+#: Script that saves its checkpoints with the statements SAVE, and its metrics in the folder of
+#: `--out`.
+OWN_SUBFOLDER = """\
+import argparse, json, os, shutil, torch
+from pathlib import Path
+from transformers import Trainer, TrainingArguments
+parser = argparse.ArgumentParser()
+parser.add_argument("--out", "--output", default="out")
+parser.add_argument("--plots", default="plots")
+args = parser.parse_args()
+f = open(os.path.join(args.out, "metrics.jsonl"), "a")
+for step in range(1, 41):
+    f.write(json.dumps({"step": step}))
+    SAVE
+"""
+
+
+def load_with_saves(tmp_path: Path, *statements: str) -> RunSpec:
+    """Return the run spec for the script `OWN_SUBFOLDER` with these statements in its loop."""
+    source = OWN_SUBFOLDER.replace("SAVE", "\n    ".join(statements))
+    return load_draft(project(tmp_path, {"train.py": source}))
+
+
+def get_output_folders(spec: RunSpec) -> tuple[str, str | None]:
+    """Return the last argument of the script and the folder of the checkpoints in a run spec."""
+    trainer = spec.processes["trainer"]
+    return trainer.command[-1], trainer.checkpoints
+
+
+@pytest.mark.parametrize(
+    ("statements", "subfolder"),
+    [
+        (('os.path.join(args.out, "checkpoints", f"step-{step}")',), "checkpoints"),
+        (('Path(args.out) / "ckpts" / f"step-{step}"',), "ckpts"),
+        (('torch.save({}, f"{args.out}/checkpoints/step-{step}.pt")',), "checkpoints"),
+        (('torch.save({}, args.out + "/ckpt/step-" + str(step))',), "ckpt"),
+        (
+            ('torch.save({}, Path(args.out).joinpath("a", "Checkpoints", str(step)))',),
+            "a/Checkpoints",
+        ),
+        (('torch.save({}, os.path.join(args.out, "weights", f"{step}.pt"))',), "weights"),
+        (
+            (
+                "out_dir = Path(args.out).resolve()",
+                'ckpt_dir = out_dir / "checkpoints"',
+                'torch.save({}, ckpt_dir / f"step-{step}.pt")',
+                'torch.save({}, out_dir / "final.pt")',
+            ),
+            "checkpoints",
+        ),
+        (
+            (
+                'path = os.path.join(args.out, "checkpoints", f"step-{step}")',
+                'temporary = path + ".tmp"',
+                'torch.save({}, os.path.join(temporary, "state.pt"))',
+            ),
+            "checkpoints",
+        ),
+        (
+            (
+                "def save(folder, step):",
+                "    folder = Path(folder)",
+                '    torch.save({}, folder / "ckpt" / f"{step}.pt")',
+                "save(args.out, step=step)",
+            ),
+            "ckpt",
+        ),
+        (
+            (
+                "class Saver:",
+                "    def __init__(self, folder):",
+                "        self.folder = folder",
+                "    def save(self, step):",
+                '        torch.save({}, f"{self.folder}/checkpoints/{step}.pt")',
+                "Saver(args.out).save(step)",
+            ),
+            "checkpoints",
+        ),
+        (('TrainingArguments(output_dir=os.path.join(args.out, "model"))',), "model"),
+        (('Checkpointer(folder=Path(args.out, "checkpoints"))',), "checkpoints"),
+    ],
+)
+def test_checkpoints_are_searched_in_the_subfolder_in_which_the_script_saves(
+    tmp_path: Path, statements: tuple[str, ...], subfolder: str
+) -> None:
+    spec = load_with_saves(tmp_path, *statements)
+
+    assert get_output_folders(spec) == ("${run.dir}", f"${{run.dir}}/{subfolder}")
+    assert spec.progress is not None and spec.progress.jsonl == "${run.dir}/metrics.jsonl"
+
+
+@pytest.mark.parametrize(
+    "statements",
+    [
+        ('torch.save({}, os.path.join(args.out, f"step-{step}.pt"))',),
+        ('torch.save({}, os.path.join(args.out, f"step-{step}", "model.pt"))',),
+        ('torch.save({}, os.path.join(args.out, f"checkpoint-{step}"))',),
+        ('torch.save({}, os.path.join(args.out, "checkpoint", "last.pt"))',),
+        ('torch.save({}, os.path.join(args.plots, "checkpoints", f"{step}.pt"))',),
+        ('torch.save({}, os.path.join(args.out, "..", "checkpoints", f"{step}.pt"))',),
+        ('torch.save({}, choose_folder(args.out) / "checkpoints" / f"{step}.pt")',),
+        (
+            'torch.save({}, os.path.join(args.out, "a", f"{step}.pt"))',
+            'torch.save({}, os.path.join(args.out, "b", f"{step}.pt"))',
+        ),
+        (
+            "Trainer(args=TrainingArguments(output_dir=args.out))",
+            'model.save_pretrained(os.path.join(args.out, "final_checkpoint"))',
+        ),
+    ],
+)
+def test_script_that_saves_in_its_output_folder_gets_the_folder_of_the_checkpoints(
+    tmp_path: Path, statements: tuple[str, ...]
+) -> None:
+    spec = load_with_saves(tmp_path, *statements)
+
+    assert get_output_folders(spec) == (SAVED, SAVED)
+    assert spec.progress is not None and spec.progress.jsonl == f"{SAVED}/metrics.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("statement", "output_folder"),
+    [
+        ("shutil.rmtree(args.out)", SAVED),
+        ("os.makedirs(args.out)", SAVED),
+        ("Path(args.out).mkdir(parents=True)", SAVED),
+        ("os.makedirs(args.out, exist_ok=True)", "${run.dir}"),
+        ("os.path.exists(args.out) or os.makedirs(args.plots)", "${run.dir}"),
+        ("if not os.path.exists(args.out): os.makedirs(args.out)", "${run.dir}"),
+    ],
+)
+def test_script_that_removes_its_output_folder_does_not_get_the_folder_of_the_run(
+    tmp_path: Path, statement: str, output_folder: str
+) -> None:
+    save = 'torch.save({}, os.path.join(args.out, "checkpoints", f"{step}.pt"))'
+
+    spec = load_with_saves(tmp_path, statement, save)
+
+    assert get_output_folders(spec) == (output_folder, f"{output_folder}/checkpoints")
+
+
+@pytest.mark.parametrize(
+    ("declaration", "parameter"),
+    [('"--out-dir", "folder"', "folder"), ('"-o", "--out-dir", "--output"', "out_dir")],
+)
+def test_subfolder_of_a_click_option_is_found(
+    tmp_path: Path, declaration: str, parameter: str
+) -> None:
+    source = (
+        "import click, torch\n"
+        f"@click.command()\n@click.option({declaration})\n"
+        f"def main({parameter}):\n"
+        f'    torch.save({{}}, f"{{{parameter}}}/ckpts/{{1 + 1}}.pt")\n'
+        "main()\n"
+    )
+
+    spec = load_draft(project(tmp_path, {"train.py": source}))
+
+    assert get_output_folders(spec) == ("${run.dir}", "${run.dir}/ckpts")
+
+
+def test_subfolder_in_which_an_imported_module_saves_is_found(tmp_path: Path) -> None:
+    module = (
+        "import os, torch\n"
+        "def save(folder, step):\n"
+        '    torch.save({}, os.path.join(folder, "checkpoints", f"{step}.pt"))\n'
+    )
+    script = OWN_SUBFOLDER.replace("SAVE", "save(args.out, step)")
+    files = {"train.py": f"from saving import save\n{script}", "saving.py": module}
+
+    spec = load_draft(project(tmp_path, files))
+
+    assert get_output_folders(spec) == ("${run.dir}", "${run.dir}/checkpoints")
+
+
 @pytest.mark.parametrize(
     "source", ["import trl\n", "import torch\n", "import lightning\n", TORCHRUN, "print()\n"]
 )
