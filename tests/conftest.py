@@ -1,4 +1,4 @@
-"""Give all tests an isolated environment, and fail if a process outlives the tests.
+"""Give all tests an isolated environment. Fail for leftover processes and for failing listeners.
 
 The machine may run the Prefect server and the Ray cluster of a user, or a second `make test`. The
 tests may also run in a component of Muster. The tests must not use any of these.
@@ -7,6 +7,7 @@ tests may also run in a component of Muster. The tests must not use any of these
 from __future__ import annotations
 
 import contextvars
+import logging
 import os
 import shutil
 import tempfile
@@ -199,6 +200,36 @@ def restored_environment() -> Iterator[None]:
     if os.environ != before:
         os.environ.clear()
         os.environ.update(before)
+
+
+class _CollectingHandler(logging.Handler):
+    """Stores each log entry as text, with the traceback of its exception."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(self.format(record))
+
+
+@pytest.fixture(autouse=True)
+def listener_errors() -> Iterator[list[str]]:
+    """Fail the test if a listener of an event log raised an exception in the process of the test.
+
+    `EventLog.emit` only logs such an exception, so that the exception does not end a user's run.
+
+    Yields:
+        The logged exceptions as texts. A test that provokes an exception on purpose removes its
+        text from the list.
+    """
+    handler = _CollectingHandler()
+    logger = logging.getLogger("tasks.record.events")
+    logger.addHandler(handler)
+    yield handler.texts
+    logger.removeHandler(handler)
+    if handler.texts:
+        pytest.fail("\n".join(handler.texts), pytrace=False)
 
 
 @pytest.fixture(scope="session", autouse=True)

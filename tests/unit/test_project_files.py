@@ -217,3 +217,35 @@ def test_session_with_a_leftover_process_fails_and_names_it(tmp_path: Path, work
     assert session.returncode == 1, session.stdout
     assert "1 passed" in session.stdout
     assert f"pid {pid}: sleep 300" in session.stdout
+
+
+def test_test_with_a_failing_listener_fails_and_shows_the_exception(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(CONFTEST.read_text())
+    (tmp_path / "test_it.py").write_text(
+        "from tasks.record.events import EventLog\n"
+        "def fail(event):\n"
+        "    raise AttributeError('missing field')\n"
+        "def test_it():\n"
+        "    EventLog(None, (fail,)).emit('run.state')\n"
+        "def test_next():\n"
+        "    pass\n"
+    )
+
+    session = subprocess.run(
+        (
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            f"--rootdir={tmp_path}",
+        ),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    assert session.returncode == 1, session.stdout
+    assert "2 passed, 1 error" in session.stdout
+    assert "AttributeError: missing field" in session.stdout
