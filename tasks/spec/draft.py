@@ -20,7 +20,13 @@ import yaml
 from tasks.spec.config_paths import ConfigPath, find_config_path
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.loading import find_project_root, make_absolute, parse_yaml
-from tasks.spec.script_checkpoints import CheckpointFolder, find_checkpoint_folder
+from tasks.spec.script_checkpoints import (
+    CheckpointFolder,
+    find_checkpoint_folder,
+    find_constant_folder,
+    find_loading_options,
+    find_saving_option,
+)
 from tasks.spec.script_imports import ImportFinder
 from tasks.spec.script_loops import StepLoop, find_step_loop
 from tasks.spec.script_metrics import WrittenMetrics, find_written_metrics
@@ -108,6 +114,18 @@ _MAX_OTHER_SCRIPTS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OwnFolder:
+    """A folder for checkpoints that a script or its configuration file names."""
+
+    #: Path of the folder, as the script or the configuration file names it.
+    path: str
+    #: True if the script certainly saves its checkpoints in this folder.
+    is_fixed: bool
+    #: How Muster found the folder, such as `because of the key output_dir in configs/tiny.yaml`.
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
     """A run spec for the training in a directory."""
 
@@ -126,9 +144,12 @@ class Draft:
     #: Path of the Python module with which the script writes metrics, relative to the directory of
     #: the training. None if the script needs no such module.
     hook: Path | None
-    #: Folder of the checkpoints that the script reads from a configuration file. None if there is
-    #: no such file, or if the script has an option or a variable for the folder.
-    config_folder: ConfigPath | None = None
+    #: Folder of the checkpoints that the script or its configuration file names. None if neither
+    #: names the folder, or if the script has an option or a variable for the folder.
+    own_folder: OwnFolder | None = None
+    #: True if Muster found no way to tell the script the folder of its checkpoints, and the script
+    #: names no folder, either.
+    needs_checkpoints_variable: bool = False
 
 
 def read_hook() -> str:
@@ -166,7 +187,8 @@ def draft_spec(
             other_scripts=_find_other_scripts(script, scripts if file is None else ()),
             missing_arguments=writer.missing_arguments,
             hook=writer.hook,
-            config_folder=writer.config_folder,
+            own_folder=writer.own_folder,
+            needs_checkpoints_variable=writer.needs_checkpoints_variable,
         )
     problem = "this folder contains no script, and no configuration of verl, TRL, slime or prime-rl"
     remedy = (
@@ -428,15 +450,20 @@ class _SpecWriter:
         if not needs_gpus:
             self._gpus = 0
         self._machine_gpus = gpus
-        self._options = read_options(script.content) if script.file.suffix == ".py" else []
-        self._used_options = self._choose_options()
+        self._options: list[ScriptOption] = []
         #: Mapping from the purpose of a path, such as the folder of the checkpoints, to the name of
         #: the environment variable from which the script reads the path.
         self._variables: Mapping[Purpose, str] = {}
+        #: Reader of the paths in the script and in the modules of the project.
+        self._reader: PathReader | None = None
         if script.file.suffix == ".py":
-            self._variables = read_variables((script.content, *script.imported))
-        #: Folder of the checkpoints that the script reads from a configuration file, or None.
-        self.config_folder = self._find_config_path(Purpose.CHECKPOINTS)
+            sources = (script.content, *script.imported)
+            self._options = read_options(script.content)
+            self._variables = read_variables(sources)
+            self._reader = PathReader(sources)
+        self._used_options = self._choose_options()
+        #: Folder of the checkpoints that the script or its configuration file names, or None.
+        self.own_folder = self._find_own_folder()
         #: Metrics file that the script reads from a configuration file, or None.
         self._config_metrics = self._find_config_path(Purpose.METRICS)
         #: Metrics file that the script itself writes, or None if unknown.
@@ -444,11 +471,52 @@ class _SpecWriter:
         #: Folder in the output folder of the script in which the script saves its checkpoints. None
         #: if the script saves its checkpoints directly in the output folder.
         self._subfolder: CheckpointFolder | None = None
-        if script.file.suffix == ".py":
-            reader = PathReader((script.content, *script.imported))
-            self._written_metrics = find_written_metrics(reader)
-            if option := self._used_options.get(Purpose.CHECKPOINTS):
-                self._subfolder = find_checkpoint_folder(reader, option.attribute)
+        if self._reader is not None:
+            self._written_metrics = find_written_metrics(self._reader)
+            if name := self._checkpoints_setting:
+                self._subfolder = find_checkpoint_folder(self._reader, name)
+
+    @property
+    def _checkpoints_setting(self) -> str:
+        """Name with which the script reads the folder of its checkpoints.
+
+        This is the attribute of an option, such as `out` for `args.out`, or the name of an
+        environment variable. Empty if the script has neither.
+        """
+        option = self._used_options.get(Purpose.CHECKPOINTS)
+        return option.attribute if option else self._variables.get(Purpose.CHECKPOINTS, "")
+
+    def _find_own_folder(self) -> OwnFolder | None:
+        """Return the folder of the checkpoints that the script or its configuration file names.
+
+        Returns:
+            None if there is no such folder, or if the script has an option or a variable for it.
+        """
+        if self._checkpoints_setting or "variables" not in self._framework["parts"]:
+            return None
+        config = self._find_config_path(Purpose.CHECKPOINTS)
+        if config is not None:
+            path = config.path
+            if self._reader is not None and config.is_fixed:
+                key = config.key.rpartition(".")[2]
+                subfolder = find_checkpoint_folder(self._reader, key)
+                path = f"{path.rstrip('/')}/{subfolder.subfolder}" if subfolder else path
+            reason = f"because of the key {config.key} in {config.file}"
+            return OwnFolder(path=path, is_fixed=config.is_fixed, reason=reason)
+        path = find_constant_folder(self._reader) if self._reader is not None else ""
+        if not path:
+            return None
+        return OwnFolder(path=path, is_fixed=True, reason=f"according to {self._script.file}")
+
+    @property
+    def needs_checkpoints_variable(self) -> bool:
+        """True if the spec passes the folder of the checkpoints in a variable of Muster's choice.
+
+        The script does not read this variable yet.
+        """
+        has_folder = self.own_folder is not None and self.own_folder.is_fixed
+        has_variables = "variables" in self._framework["parts"]
+        return has_variables and not self._checkpoints_setting and not has_folder
 
     def _find_config_path(self, purpose: Purpose) -> ConfigPath | None:
         """Return a path that the script reads from a configuration file.
@@ -522,15 +590,19 @@ class _SpecWriter:
     def _metrics_beside_checkpoints(self) -> str | None:
         """Path of the metrics file that the script writes into its output folder.
 
-        None if the script writes no such file, or if no option of the script names the folder.
+        None if the script writes no such file, or if no option, variable or configuration file
+        names the folder.
         """
         written = self._written_metrics
-        option = self._used_options.get(Purpose.CHECKPOINTS)
-        if written is None or option is None or Purpose.METRICS in self._used_options:
+        if written is None or Purpose.METRICS in self._used_options:
             return None
-        if written.folder_attribute != option.attribute:
-            return None
-        return f"{self._output_folder}/{written.name}"
+        if written.folder_attribute and written.folder_attribute == self._checkpoints_setting:
+            return f"{self._output_folder}/{written.name}"
+        config = self._find_config_path(Purpose.CHECKPOINTS)
+        key = config.key.rpartition(".")[2] if config is not None and config.is_fixed else ""
+        if config is not None and key and written.folder_attribute == key:
+            return f"{config.path.rstrip('/')}/{written.name}"
+        return None
 
     @property
     def missing_arguments(self) -> tuple[str, ...]:
@@ -591,7 +663,7 @@ class _SpecWriter:
         """Return the key `checkpoints` of the run spec, with comments.
 
         If the script saves its checkpoints in a subfolder of its output folder, the key names this
-        subfolder. If the script reads the folder of its checkpoints from a configuration file, the
+        subfolder. If the script or its configuration file names the folder of the checkpoints, the
         key names this folder, and a comment says how to give each run a folder of its own.
 
         Args:
@@ -600,13 +672,14 @@ class _SpecWriter:
         if self._subfolder is not None:
             path = f"{self._output_folder}/{self._subfolder.subfolder}"
             text = text.replace('"${run.dir}/checkpoints"', json.dumps(path))
-            option = self._used_options[Purpose.CHECKPOINTS].name
-            return _add_comment(text, self._templates["subfolder"].replace("OPTION", option))
-        folder = self.config_folder
+            option = self._used_options.get(Purpose.CHECKPOINTS)
+            name = option.name if option else self._variables[Purpose.CHECKPOINTS]
+            return _add_comment(text, self._templates["subfolder"].replace("OPTION", name))
+        folder = self.own_folder
         if folder is None:
             return text
-        name = "config_folder" if folder.is_fixed else "vague_config_folder"
-        comment = self._templates[name].replace("KEY", folder.key).replace("CONFIG", folder.file)
+        name = "own_folder" if folder.is_fixed else "vague_own_folder"
+        comment = self._templates[name].replace("REASON", folder.reason)
         if folder.is_fixed:
             text = text.replace('"${run.dir}/checkpoints"', _quote(folder.path))
         return _add_comment(text, comment)
@@ -624,9 +697,8 @@ class _SpecWriter:
             path = _quote(self._metrics_file)
             return comment + text.replace('"${attempt.dir}/metrics.jsonl"', path)
         if self._metrics_file is not None:
-            option = self._used_options[Purpose.CHECKPOINTS].name
-            comment = f"# The script itself writes this file, into the folder of {option}.\n"
-            path = json.dumps(self._metrics_file)
+            comment = "# The script itself writes this file, into its output folder.\n"
+            path = _quote(self._metrics_file)
             return comment + text.replace('"${attempt.dir}/metrics.jsonl"', path)
         if file := self._find_unnamed_metrics():
             return (
@@ -646,10 +718,10 @@ class _SpecWriter:
     def _find_unnamed_metrics(self) -> str:
         """Return the metrics file whose name the source of the script contains, or "".
 
-        Return "" if the script does not read the folder of its checkpoints from a configuration
-        file.
+        Return "" if neither the script nor its configuration file names the folder of the
+        checkpoints.
         """
-        folder = self.config_folder
+        folder = self._find_config_path(Purpose.CHECKPOINTS)
         if folder is None or not folder.is_fixed or self._writes_metrics:
             return ""
         texts = (self._script.content, *self._script.imported)
@@ -670,10 +742,33 @@ class _SpecWriter:
         for option in self._options:
             if option.purpose is not None:
                 chosen.setdefault(option.purpose, option)
+        if self._reader is not None:
+            self._correct_by_source(chosen, self._reader)
         if _TRAINING_ARGUMENTS.search(self._script.content):
             name = "--output_dir"
             chosen[Purpose.CHECKPOINTS] = ScriptOption(name=name, is_required=False)
         return chosen
+
+    def _correct_by_source(self, chosen: dict[Purpose, ScriptOption], reader: PathReader) -> None:
+        """Correct the purposes of options with the help of the calls that save and load.
+
+        An option such as `--ckpt` may name a folder, or a checkpoint to load. An option such as
+        `--run-root` may name the folder of the checkpoints, although its name does not say so.
+
+        Args:
+            chosen: Options by their purpose. This method changes the mapping.
+            reader: Reader of the script.
+        """
+        saving = find_saving_option(reader)
+        loading = find_loading_options(reader)
+        folder = chosen.get(Purpose.CHECKPOINTS)
+        if folder is not None and folder.attribute in loading and folder.attribute != saving:
+            del chosen[Purpose.CHECKPOINTS]
+            chosen.setdefault(Purpose.RESUME_FROM, folder)
+        for option in self._options:
+            is_path = not option.is_flag and option.name.startswith("-")
+            if is_path and option.attribute == saving and option not in chosen.values():
+                chosen[Purpose.CHECKPOINTS] = option
 
     @property
     def _resume_flag(self) -> ScriptOption | None:
@@ -720,10 +815,9 @@ class _SpecWriter:
         if Purpose.METRICS not in self._used_options and self._metrics_file is None:
             name = self._variables.get(Purpose.METRICS, "METRICS")
             lines.append(f'  {name}: "${{attempt.dir}}/metrics.jsonl"')
-        has_config_folder = self.config_folder is not None and self.config_folder.is_fixed
-        if Purpose.CHECKPOINTS in self._variables:
-            lines.append(f'  {self._variables[Purpose.CHECKPOINTS]}: "${{run.dir}}/checkpoints"')
-        elif Purpose.CHECKPOINTS not in self._used_options and not has_config_folder:
+        if Purpose.CHECKPOINTS not in self._used_options and Purpose.CHECKPOINTS in self._variables:
+            lines.append(f'  {self._variables[Purpose.CHECKPOINTS]}: "{self._output_folder}"')
+        elif self.needs_checkpoints_variable:
             lines.append('  # Save the checkpoints in this folder: os.environ["CHECKPOINTS"]')
             lines.append('  CHECKPOINTS: "${run.dir}/checkpoints"')
         if Purpose.RESUME_FROM in self._variables:

@@ -1,7 +1,6 @@
-"""Read from the source of a Python script in which subfolder the script saves its checkpoints.
+"""Read from the source of a Python script where the script saves and loads its checkpoints.
 
-`muster init` uses this module for a script that has an option for its output folder, and saves its
-checkpoints in a subfolder of that folder. The script is not run.
+`muster init` uses this module. The script is not run.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tasks.spec.script_options import Purpose, find_purpose
 from tasks.spec.script_paths import PathReader, ScriptPath, get_called_name, is_fixed
@@ -28,6 +27,14 @@ _OTHER_FILE = re.compile(
 )
 #: Matches the names of classes of libraries that save checkpoints directly in a given folder.
 _LIBRARY_CLASS = re.compile(r"\w*TrainingArguments|[A-Z]{3,5}Config|RewardConfig|ModelCheckpoint")
+
+
+#: Matches the names of functions that load a checkpoint, such as `torch.load`.
+_LOAD = re.compile(r"load|load_(?:checkpoint|ckpt|state|file|from_checkpoint|training_state)")
+#: Matches functions with such a name that load something else, such as `json.load`.
+_OTHER_LOAD = re.compile(r"(?:json|yaml|toml|tomllib|OmegaConf|pickle|spacy)\.load")
+#: Names of arguments with the checkpoint from which a training resumes.
+_RESUME_ARGUMENTS = ("ckpt_path", "resume_from_checkpoint")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +81,88 @@ def find_checkpoint_folder(reader: PathReader, option: str) -> CheckpointFolder 
     return CheckpointFolder(
         subfolder=subfolder, owns_output_folder=_owns_output_folder(reader, calls)
     )
+
+
+def find_saving_option(reader: PathReader) -> str:
+    """Return the option with the folder in which a Python script saves its checkpoints.
+
+    Args:
+        reader: Reader of the script, and of the project's modules that the script imports.
+
+    Returns:
+        Attribute of the option, such as `out` for `args.out`, key of a setting or name of an
+        environment variable. Empty if the script saves checkpoints in several folders, or in a
+        folder that begins with no option.
+    """
+    options = {path.option for path in _list_saved_paths(reader)}
+    return options.pop() if len(options) == 1 else ""
+
+
+def find_constant_folder(reader: PathReader) -> str:
+    """Return the folder in which a Python script saves its checkpoints, if no option changes it.
+
+    Args:
+        reader: Reader of the script, and of the project's modules that the script imports.
+
+    Returns:
+        Path of the folder. Empty if the script saves in its working directory, in several folders,
+        or in a folder that is not clear.
+    """
+    folders = {
+        None if path.option else "/".join(path.fixed_parts[: len(path.parts) - 1])
+        for path in _list_saved_paths(reader)
+    }
+    return (folders.pop() or "") if len(folders) == 1 else ""
+
+
+def find_loading_options(reader: PathReader) -> frozenset[str]:
+    """Return the options with the path of a checkpoint that a Python script loads.
+
+    Args:
+        reader: Reader of the script, and of the project's modules that the script imports.
+
+    Returns:
+        Attributes of the options, such as `ckpt` for `args.ckpt`. An option with a folder is left
+        out, if the script itself adds the name of the checkpoint.
+    """
+    loaded = set()
+    for call, scope in reader.expressions:
+        if not isinstance(call, ast.Call):
+            continue
+        arguments = [each.value for each in call.keywords if each.arg in _RESUME_ARGUMENTS]
+        is_load = _LOAD.fullmatch(get_called_name(call)) is not None
+        if is_load and not _OTHER_LOAD.fullmatch(ast.unparse(call.func)):
+            arguments += call.args[:1]
+        paths = (reader.read(argument, scope) for argument in arguments)
+        loaded |= {path.option for path in paths if path.option and not path.parts}
+    return frozenset(loaded)
+
+
+def _list_saved_paths(reader: PathReader) -> Iterator[ScriptPath]:
+    """Yield the paths of the checkpoints that a Python script saves.
+
+    If a path names the step, such as `step-?.pt`, only such paths count: a name without a value may
+    be that of an exported model. The path of a folder that a library gets ends with `?`.
+    """
+    paths = []
+    for call, scope in reader.expressions:
+        if not isinstance(call, ast.Call):
+            continue
+        name = get_called_name(call)
+        for keyword in call.keywords:
+            if _is_library_folder(reader, name, keyword.arg or ""):
+                path = reader.read(keyword.value, scope)
+                paths.append(replace(path, parts=(*path.parts, "?")))
+        if _SAVE.fullmatch(name):
+            arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
+            saved = [reader.read(argument, scope) for argument in arguments]
+            paths += [
+                path for path in saved if path.parts and not _OTHER_FILE.search(path.parts[-1])
+            ]
+    # Leave out arguments that are no paths, such as `state` in `torch.save(state, path)`.
+    paths = [path for path in paths if path.option or path.parts != ("?",)]
+    of_steps = [path for path in paths if not all(map(is_fixed, path.parts))]
+    yield from of_steps or paths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,10 +253,22 @@ def _find_library_folders(reader: PathReader, calls: Sequence[_PathCall]) -> Ite
     Example: the folder of `TrainingArguments(output_dir=args.out)` is the output folder itself.
     """
     for call in calls:
-        name = get_called_name(call.call)
-        is_folder = call.argument == "dirpath" or (
-            find_purpose(call.argument) is Purpose.CHECKPOINTS
-        )
-        is_library = _LIBRARY_CLASS.fullmatch(name) is not None and name not in reader.classes
-        if is_folder and is_library and call.path.fixed_parts == call.path.parts:
+        is_folder = _is_library_folder(reader, get_called_name(call.call), call.argument)
+        if is_folder and call.path.fixed_parts == call.path.parts:
             yield "/".join(call.path.parts)
+
+
+def _is_library_folder(reader: PathReader, called: str, argument: str) -> bool:
+    """Return True if an argument is the folder in which a class of a library saves checkpoints.
+
+    Args:
+        reader: Reader of the script.
+        called: Name of the called function or class, such as `TrainingArguments`.
+        argument: Name of the argument, such as `output_dir`.
+    """
+    is_folder = argument == "dirpath" or find_purpose(argument) is Purpose.CHECKPOINTS
+    return (
+        is_folder
+        and _LIBRARY_CLASS.fullmatch(called) is not None
+        and (called not in reader.classes)
+    )

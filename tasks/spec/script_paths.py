@@ -29,7 +29,8 @@ class ScriptPath:
     """A path that a script builds."""
 
     #: Attribute with the beginning of the path in the parsed options of the script, such as
-    #: `output_dir` for `args.output_dir / "a"`. Empty if the path does not begin with an option.
+    #: `output_dir` for `args.output_dir / "a"`. Also the key of a setting, or the name of an
+    #: environment variable, such as `out` for `cfg["out"]`. Empty if the path begins with neither.
     option: str
     #: Names of the folders and of the file after the beginning, such as `("a", "step-?")`. A
     #: question mark or a name with a dollar sign stands for a value that only the script knows.
@@ -123,6 +124,9 @@ class PathReader:
         """
         text = self._read_text(expression, scope, _MAX_DEPTH)
         parts = tuple(part for part in text.split("/") if part not in ("", "."))
+        if text.startswith("/") and parts:
+            # The first part of an absolute path, so that the path does not look relative.
+            parts = (f"/{parts[0]}", *parts[1:])
         option = parts[0].removeprefix(_OPTION) if text.startswith(_OPTION) else ""
         if option.isidentifier() and ".." not in parts:
             return ScriptPath(option=option, parts=parts[1:])
@@ -202,6 +206,14 @@ class PathReader:
                 return text
             case ast.Name(id=name):
                 return self._read_variable(name, scope, depth - 1)
+            case (
+                ast.Subscript(slice=ast.Constant(value=str(name)))
+                | ast.Call(
+                    func=ast.Attribute(attr="get" | "getenv") | ast.Name(id="getenv"),
+                    args=[ast.Constant(value=str(name)), *_],
+                )
+            ):
+                return f"{_OPTION}{name}"
             case ast.Attribute(attr=name):
                 variable = _name_variable(node)
                 if variable and scope.find(variable) is not None:

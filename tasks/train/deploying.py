@@ -48,9 +48,8 @@ from tasks.server.flow_runs import connect_to_server, read_refusal
 from tasks.server.server import NoServer, find_page_url, hide_prefect_logs, read_secrets
 from tasks.show.arguments import EXIT_DONE, AsJson, FromRun, Overrides, SpecFile
 from tasks.show.terminal import Terminal
-from tasks.spec.config_paths import ConfigPath
 from tasks.spec.documents import find_document
-from tasks.spec.draft import draft_spec, read_hook
+from tasks.spec.draft import OwnFolder, draft_spec, read_hook
 from tasks.spec.errors import BadArgument, MusterError
 from tasks.spec.formatting import join_commas
 from tasks.spec.loading import (
@@ -565,8 +564,14 @@ def init(path: Path = Path(), /, *, force: bool = False) -> None:
             f"To let Muster show the steps of the training, use {hook} in the training script. The "
             f"comments in {spec_path.name} show how."
         )
-    if draft.config_folder is not None:
-        print(_describe_config_folder(draft.config_folder, spec_path))
+    if draft.own_folder is not None:
+        print(_describe_own_folder(draft.own_folder, spec_path))
+    elif draft.needs_checkpoints_variable:
+        print(
+            f"{draft.file} has no option for the folder of its checkpoints that Muster recognises. "
+            f"So {spec_path} sets the variable CHECKPOINTS: let the script save its checkpoints in "
+            'os.environ["CHECKPOINTS"].'
+        )
     if draft.missing_arguments:
         names = join_commas(draft.missing_arguments)
         print(
@@ -581,14 +586,14 @@ def init(path: Path = Path(), /, *, force: bool = False) -> None:
     print(f"Check this file, then run it:\n  muster train {quote(str(spec_path))}")
 
 
-def _describe_config_folder(folder: ConfigPath, spec_path: Path) -> str:
-    """Return a message about the folder of the checkpoints that a configuration file names.
+def _describe_own_folder(folder: OwnFolder, spec_path: Path) -> str:
+    """Return a message about the folder of the checkpoints that the script itself chooses.
 
     Args:
         folder: The folder.
         spec_path: Path of the run spec that `muster init` has written.
     """
-    source = f"because of the key {folder.key} in {folder.file}"
+    source = folder.reason
     if folder.is_fixed:
         return (
             f"The script probably saves its checkpoints in {folder.path}, {source}. So "

@@ -589,7 +589,7 @@ def test_checkpoints_are_searched_in_the_subfolder_in_which_the_script_saves(
         ('torch.save({}, os.path.join(args.out, f"step-{step}", "model.pt"))',),
         ('torch.save({}, os.path.join(args.out, f"checkpoint-{step}"))',),
         ('torch.save({}, os.path.join(args.out, "checkpoint", "last.pt"))',),
-        ('torch.save({}, os.path.join(args.plots, "checkpoints", f"{step}.pt"))',),
+        ('plt.savefig(os.path.join(args.plots, "checkpoints", f"{step}.png"))',),
         ('torch.save({}, os.path.join(args.out, "..", "checkpoints", f"{step}.pt"))',),
         ('torch.save({}, choose_folder(args.out) / "checkpoints" / f"{step}.pt")',),
         (
@@ -609,6 +609,141 @@ def test_script_that_saves_in_its_output_folder_gets_the_folder_of_the_checkpoin
 
     assert get_output_folders(spec) == (SAVED, SAVED)
     assert spec.progress is not None and spec.progress.jsonl == f"{SAVED}/metrics.jsonl"
+
+
+def draft_script(tmp_path: Path, source: str, **files: str) -> tuple[RunSpec, str]:
+    """Return the run spec for a script, and the text of the run spec.
+
+    Args:
+        tmp_path: Empty folder for the project.
+        source: Source text of the script.
+        **files: Further files of the project. A double underscore stands for a slash, and the
+            suffix is `.yaml`.
+    """
+    paths = {f"{name.replace('__', '/')}.yaml": text for name, text in files.items()}
+    folder = project(tmp_path, {"train.py": source, **paths})
+    return load_draft(folder), draft_spec(folder).text
+
+
+#: Script whose options do not show by their names which one names the folder of the checkpoints.
+UNCLEAR_OPTIONS = """\
+import argparse, torch
+parser = argparse.ArgumentParser()
+parser.add_argument("--root", default="logs")
+parser.add_argument("--ckpt", default=None)
+args = parser.parse_args()
+if args.ckpt:
+    state = torch.load(args.ckpt)
+SAVE
+"""
+
+
+@pytest.mark.parametrize(
+    ("save", "checkpoints", "root"),
+    [
+        ('torch.save({}, f"{args.root}/step-{step}.pt")', SAVED, SAVED),
+        ('torch.save({}, f"{args.root}/ckpts/{step}.pt")', "${run.dir}/ckpts", "${run.dir}"),
+        (
+            'L.Trainer(callbacks=[ModelCheckpoint(dirpath=args.root + "/saved")])',
+            "${run.dir}/saved",
+            "${run.dir}",
+        ),
+    ],
+)
+def test_calls_that_save_and_load_show_the_purpose_of_an_option(
+    tmp_path: Path, save: str, checkpoints: str, root: str
+) -> None:
+    spec, _ = draft_script(tmp_path, UNCLEAR_OPTIONS.replace("SAVE", save))
+
+    trainer = spec.processes["trainer"]
+    assert trainer.checkpoints == checkpoints
+    arguments = ("--root", root, "--ckpt", "${attempt.resume_from}")
+    assert trainer.command == ("python", "train.py", *arguments)
+
+
+def test_folder_with_a_checkpoint_of_the_script_is_not_loaded_as_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    source = UNCLEAR_OPTIONS.replace("SAVE", 'torch.save({}, f"{args.ckpt}/{step}.pt")')
+
+    spec, _ = draft_script(tmp_path, source)
+
+    assert spec.processes["trainer"].command == ("python", "train.py", "--ckpt", SAVED)
+
+
+@pytest.mark.parametrize(
+    ("source", "checkpoints"),
+    [
+        ('torch.save({}, "out/ckpt.pt")', "out"),
+        ('out_dir = "out"\ntorch.save({}, os.path.join(out_dir, f"ckpt-{step}.pt"))', "out"),
+        ('model.save_pretrained(f"models/tiny/step-{step}")', "models/tiny"),
+        ('torch.save({}, f"/data/run/{step}.pt")', "/data/run"),
+    ],
+)
+def test_constant_folder_of_the_checkpoints_is_used_with_a_message(
+    tmp_path: Path, source: str, checkpoints: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = project(tmp_path, {"train.py": f"import os, torch\n{source}\n"})
+
+    assert run(INIT, (str(folder),)) == 0
+    spec = load_draft(folder)
+
+    assert spec.processes["trainer"].checkpoints == checkpoints
+    assert "CHECKPOINTS" not in spec.env
+    assert f"saves its checkpoints in {checkpoints}, according to" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'torch.save({}, f"model-{step}.pt")',
+        "torch.save({}, choose_path())",
+        'torch.save({}, "a/1.pt")\ntorch.save({}, "b/1.pt")',
+    ],
+)
+def test_script_with_an_unclear_folder_must_read_a_variable(
+    tmp_path: Path, source: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = project(tmp_path, {"train.py": f"import torch\n{source}\n"})
+
+    assert run(INIT, (str(folder),)) == 0
+
+    assert load_draft(folder).env["CHECKPOINTS"] == SAVED
+    assert 'os.environ["CHECKPOINTS"]' in capsys.readouterr().out
+
+
+def test_variable_with_the_parent_folder_of_the_checkpoints_gets_the_run_folder(
+    tmp_path: Path,
+) -> None:
+    source = (
+        'import os, torch\nOUT = os.environ.get("OUTPUT_DIR", "out")\n'
+        'torch.save({}, f"{OUT}/checkpoints/{step}.pt")\n'
+        'f = open(f"{OUT}/metrics.jsonl", "a")\n'
+    )
+
+    spec, _ = draft_script(tmp_path, source)
+
+    assert spec.env["OUTPUT_DIR"] == "${run.dir}"
+    assert spec.processes["trainer"].checkpoints == "${run.dir}/checkpoints"
+    assert spec.progress is not None and spec.progress.jsonl == "${run.dir}/metrics.jsonl"
+
+
+def test_subfolder_and_metrics_file_in_the_folder_of_a_configuration_file_are_used(
+    tmp_path: Path,
+) -> None:
+    source = (
+        "import argparse, os, torch, yaml\n"
+        'parser.add_argument("--config", default="configs/base.yaml")\n'
+        "cfg = yaml.safe_load(open(args.config))\n"
+        'torch.save({}, os.path.join(cfg["output_dir"], "ckpt", f"{step}.pt"))\n'
+        'log = open(os.path.join(cfg["output_dir"], "log.jsonl"), "a")\n'
+    )
+
+    spec, text = draft_script(tmp_path, source, configs__base="output_dir: runs/base\n")
+
+    assert spec.processes["trainer"].checkpoints == "runs/base/ckpt"
+    assert spec.progress is not None and spec.progress.jsonl == "runs/base/log.jsonl"
+    assert "muster_metrics" not in text
 
 
 @pytest.mark.parametrize(
@@ -1136,8 +1271,8 @@ def test_folder_of_an_evaluation_is_no_certain_folder_of_checkpoints(tmp_path: P
 
     draft = draft_spec(folder)
 
-    assert draft.config_folder is not None
-    assert (draft.config_folder.path, draft.config_folder.is_fixed) == ("results", False)
+    assert draft.own_folder is not None
+    assert (draft.own_folder.path, draft.own_folder.is_fixed) == ("results", False)
     assert load_draft(folder).processes["trainer"].checkpoints == SAVED
 
 
@@ -1178,7 +1313,7 @@ def test_configuration_file_without_a_folder_of_checkpoints_changes_nothing(
 
     draft = draft_spec(folder)
 
-    assert draft.config_folder is None
+    assert draft.own_folder is None
     assert load_draft(folder).processes["trainer"].checkpoints == SAVED
 
 
