@@ -20,7 +20,14 @@ from uuid import UUID
 
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.filters import WorkPoolFilter
-from prefect.client.schemas.objects import FlowRun, State, WorkerStatus, WorkPool, WorkQueue
+from prefect.client.schemas.objects import (
+    FlowRun,
+    State,
+    StateType,
+    WorkerStatus,
+    WorkPool,
+    WorkQueue,
+)
 from prefect.client.schemas.sorting import FlowRunSort
 from pydantic import ValidationError
 
@@ -640,6 +647,24 @@ class LedgerReader:
             flow_runs += page
             if len(page) < _PAGE:
                 return flow_runs
+
+    async def find_completed(self, ids: Collection[UUID]) -> frozenset[UUID]:
+        """Return the flow runs among these ids that have completed.
+
+        Args:
+            ids: Flow run ids. Without ids, no request is sent.
+        """
+        if not ids:
+            return frozenset()
+        flow_runs = {
+            "id": {"any_": [str(run_id) for run_id in ids]},
+            "state": {"type": {"any_": [StateType.COMPLETED]}},
+        }
+        # Do not use `_read_flow_runs`, so that the ended runs do not come into its cache.
+        answer = await self._client.request(
+            "POST", "/flow_runs/filter", json={"flow_runs": flow_runs}
+        )
+        return frozenset(UUID(row["id"]) for row in answer.json())
 
     async def _read_flow_runs(self, **body: Any) -> list[FlowRun]:
         """Request flow runs from the server, and return them.

@@ -225,24 +225,31 @@ class QueueReader:
             cancelled=cancelled,
             stuck=stuck,
             troubles=troubles,
-            short_series=self._update_short_series(ledger, now),
+            short_series=await self._update_short_series(ledger, now),
         )
         await self._add_refused_runs(scheduling_pass, never_refused)
         return scheduling_pass.decide()
 
-    def _update_short_series(self, ledger: Ledger, now: float) -> frozenset[str]:
-        """Record which runs hold GPUs, and return the series whose last ended runs were short.
+    async def _update_short_series(self, ledger: Ledger, now: float) -> frozenset[str]:
+        """Record which runs hold GPUs, and return the series whose runs are short.
 
         Args:
             ledger: The waiting runs and the runs that hold GPUs.
             now: Current time in UTC epoch seconds.
         """
         holding = {
-            entry.id: SeriesRun(series=entry.request.series, granted_at=entry.grant.at)
+            entry.id: SeriesRun(
+                series=entry.request.series,
+                node=next(iter(entry.grant.nodes), ""),
+                granted_at=entry.grant.at,
+                is_early=entry.grant.is_early,
+            )
             for entry in ledger.holding
             if entry.request.series and entry.grant is not None
         }
-        return self._series_durations.update(holding, now)
+        ended = self._series_durations.find_ended(holding)
+        completed = await self.reader.find_completed(ended)
+        return self._series_durations.update(holding, completed, now)
 
     def _is_silent(self, entry: QueueEntry) -> bool:
         """Return True if the process of a waiting run seems to have ended.

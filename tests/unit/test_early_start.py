@@ -175,6 +175,8 @@ def test_points_of_a_matrix_are_a_series() -> None:
             RAY,
         ),
         # a time limit
+        ({"ray": {"entrypoint_gpus": 1, "start_within_s": 60}}, {"gpus_per_node": 1}, RAY),
+        ({"ray": {"entrypoint_gpus": 1, "start_within_s": "x"}}, {"gpus_per_node": 1}, RAY),
         ({"timeout_s": 60}, {"gpus_per_node": 1}, RAY),
         ({}, {"gpus_per_node": 1, "max_hours": 1}, RAY),
         # invalid spec
@@ -188,17 +190,112 @@ def test_run_that_must_never_start_early_belongs_to_no_series(
     assert find_series(spec_of_step() | spec, Gang(**gang), cluster) == ""
 
 
-def test_series_is_short_if_its_last_eight_runs_were_short() -> None:
-    durations = SeriesDurations()
-    short_series = []
-    now = 0.0
-    for number, duration_s in enumerate([20, 30, 400, *[10] * 8]):
-        run = SeriesRun(series="grid", granted_at=now)
-        short_series.append(durations.update({UUID(int=number): run}, now))
-        now += duration_s
-    short_series.append(durations.update({}, now))
+GRID = frozenset({"grid"})
 
-    short = frozenset({"grid"})
-    # At the first call, no run has ended. The third run is long. Its duration is dropped after
-    # eight further runs.
-    assert short_series == [frozenset(), short, short, *[frozenset()] * 8, short]
+
+class Cluster:
+    """The runs of the series `grid` on a cluster, as the scheduler sees them over time."""
+
+    def __init__(self) -> None:
+        self.durations = SeriesDurations()
+        self.now = 0.0
+        self.holding: dict[UUID, SeriesRun] = {}
+
+    def start(self, number: int, *, is_early: bool = False, node: str = "a") -> None:
+        self.holding[UUID(int=number)] = SeriesRun(
+            series="grid", node=node, granted_at=self.now, is_early=is_early
+        )
+
+    def wait(self, duration_s: float) -> frozenset[str]:
+        """Let some time pass, and return the series that are short then."""
+        self.durations.update(self.holding, (), self.now)
+        self.now += duration_s
+        return self.durations.update(self.holding, (), self.now)
+
+    def end(self, number: int, *, is_completed: bool = True) -> frozenset[str]:
+        """End a run, and return the series that are short then."""
+        self.durations.update(self.holding, (), self.now)
+        self.holding = {run: held for run, held in self.holding.items() if run.int != number}
+        completed = [UUID(int=number)] if is_completed else []
+        return self.durations.update(self.holding, completed, self.now)
+
+
+def test_series_is_short_if_its_last_eight_completed_runs_were_short() -> None:
+    cluster = Cluster()
+    short_series = []
+    for number, duration_s in enumerate([20, 30, 400, *[10] * 8]):
+        cluster.start(number)
+        cluster.wait(duration_s)
+        short_series.append(cluster.end(number))
+
+    # One completed run is not enough. The third run is long. Its duration is dropped after eight
+    # further runs.
+    assert short_series == [frozenset(), GRID, *[frozenset()] * 8, GRID]
+
+
+def test_failed_and_cancelled_runs_do_not_make_a_series_short() -> None:
+    cluster = Cluster()
+    for number in range(8):
+        cluster.start(number)
+    cluster.wait(20)
+
+    short_series = [cluster.end(number, is_completed=False) for number in range(4)]
+
+    assert short_series == [frozenset()] * 4
+
+
+def test_series_is_not_short_while_an_active_run_uses_its_gpus_for_a_long_time() -> None:
+    cluster = Cluster()
+    for number in range(3):
+        cluster.start(number)
+    cluster.wait(20)
+    cluster.end(0)
+
+    assert cluster.end(1) == GRID
+    assert cluster.wait(270) == GRID
+    assert cluster.wait(20) == frozenset()
+
+
+def test_wait_of_an_early_run_for_its_gpus_does_not_count_as_its_duration() -> None:
+    cluster = Cluster()
+    for number in range(2):
+        cluster.start(number)
+    cluster.wait(200)
+    cluster.end(0)
+    cluster.end(1)
+    cluster.start(2)
+    cluster.start(3, is_early=True)
+    cluster.start(4, is_early=True)
+    cluster.wait(200)
+    cluster.end(2)
+    # Run 3 uses the GPUs from now on. Run 4 waits for the end of run 3.
+    assert cluster.wait(200) == GRID
+    assert cluster.end(3) == GRID
+    assert cluster.wait(200) == GRID
+    # Run 4 is the first run that uses GPUs for longer than five minutes.
+    assert cluster.wait(200) == frozenset()
+
+
+def test_early_run_does_not_take_over_gpus_of_another_node() -> None:
+    cluster = Cluster()
+    cluster.start(0)
+    cluster.start(1, node="b")
+    cluster.start(2, is_early=True)
+    cluster.wait(100)
+    cluster.end(1)
+    cluster.wait(200)
+
+    # Run 2 got its GPUs only now, from run 0.
+    assert cluster.end(0) == GRID
+    assert cluster.wait(290) == GRID
+
+
+def test_early_run_that_ends_before_it_gets_gpus_has_no_duration() -> None:
+    cluster = Cluster()
+    cluster.start(0)
+    cluster.start(1, is_early=True)
+    cluster.wait(100)
+
+    cluster.end(1)
+
+    assert cluster.end(0) == frozenset()
