@@ -746,7 +746,8 @@ class _SpecWriter:
             self._correct_by_source(chosen, self._reader)
         if _TRAINING_ARGUMENTS.search(self._script.content):
             name = "--output_dir"
-            chosen[Purpose.CHECKPOINTS] = ScriptOption(name=name, is_required=False)
+            # The script's own dataclass may have an option for the folder, too.
+            chosen.setdefault(Purpose.CHECKPOINTS, ScriptOption(name=name, is_required=False))
         return chosen
 
     def _correct_by_source(self, chosen: dict[Purpose, ScriptOption], reader: PathReader) -> None:

@@ -48,6 +48,10 @@ class Purpose(Enum):
     METRICS = r"metrics|metrics?_(?:file|path|jsonl|out|output|log)|log_jsonl"
 
 
+#: Functions and classes that make options from the fields of a dataclass, or from parameters.
+_FIELD_PARSERS = ("tyro.cli", "simple_parsing.parse", "HfArgumentParser", "TrlParser")
+#: Matches the type of a field that may have several values.
+_SEVERAL_VALUES = re.compile(r"(?i)\b(?:list|tuple|set|sequence|dict|mapping)\b")
 #: Meanings of options without a value.
 _FLAGS = (Purpose.AUTO_RESUME, Purpose.RESUME_FLAG)
 #: Meanings that an environment variable may have. Muster sets the variable to a path.
@@ -135,13 +139,15 @@ def read_options(source: str) -> list[ScriptOption]:
     """Return the options of a Python script, in the order of the source.
 
     The function reads the calls of argparse's `add_argument`, and of Click's `option` and
-    `argument`. Options that may have several values are left out.
+    `argument`. It also reads the dataclasses and functions from which tyro, simple_parsing or
+    transformers' `HfArgumentParser` makes options. Options that may have several values are left
+    out.
 
     Args:
         source: Source text of the script. If it is not valid Python, the result is empty.
     """
     tree = parse_source(source)
-    return list(_find_options(tree)) if tree is not None else []
+    return [*_find_options(tree), *_find_field_options(tree)] if tree is not None else []
 
 
 def _find_options(tree: ast.Module) -> Iterator[ScriptOption]:
@@ -185,6 +191,67 @@ def _find_options(tree: ast.Module) -> Iterator[ScriptOption]:
             is_flag=is_flag,
             given_attribute=attribute,
         )
+
+
+def _find_field_options(tree: ast.Module) -> Iterator[ScriptOption]:
+    """Yield the options that a library makes from fields of dataclasses, or from parameters."""
+    definitions = {
+        node.name: node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef | ast.FunctionDef)
+    }
+    for call in ast.walk(tree):
+        if not isinstance(call, ast.Call) or not call.args:
+            continue
+        parser = ast.unparse(call.func)
+        if parser not in _FIELD_PARSERS:
+            continue
+        first = call.args[0]
+        sources = first.elts if isinstance(first, ast.Tuple | ast.List) else [first]
+        for source in sources:
+            definition = definitions.get(source.id) if isinstance(source, ast.Name) else None
+            for name, annotation, default in _list_fields(definition):
+                # tyro writes `--run-dir` for the field `run_dir`. The other libraries write
+                # `--run_dir`.
+                word = name.replace("_", "-") if parser == "tyro.cli" else name
+                type_name = ast.unparse(annotation) if annotation is not None else ""
+                if _SEVERAL_VALUES.search(type_name):
+                    continue
+                yield ScriptOption(
+                    name=f"--{word}",
+                    is_required=default is None,
+                    default_number=_read_number(default),
+                    default_text=_read_text(default),
+                    is_flag=type_name == "bool",
+                    given_attribute=name,
+                )
+
+
+def _list_fields(
+    definition: ast.ClassDef | ast.FunctionDef | None,
+) -> Iterator[tuple[str, ast.expr | None, ast.expr | None]]:
+    """Yield the name, type and default value of each field of a class, or of each parameter."""
+    if isinstance(definition, ast.FunctionDef):
+        arguments = definition.args
+        parameters = [*arguments.posonlyargs, *arguments.args]
+        missing = [None] * (len(parameters) - len(arguments.defaults))
+        values = [*missing, *arguments.defaults, *arguments.kw_defaults]
+        parameters += arguments.kwonlyargs
+        for parameter, value in zip(parameters, values, strict=True):
+            yield parameter.arg, parameter.annotation, value
+    for statement in definition.body if isinstance(definition, ast.ClassDef) else ():
+        match statement:
+            case ast.AnnAssign(
+                target=ast.Name(id=name), annotation=annotation, value=ast.Call(keywords=keywords)
+            ) if defaults := [each for each in keywords if "default" in (each.arg or "")]:
+                # `dataclasses.field(default=...)` or `field(default_factory=...)`
+                yield name, annotation, defaults[0].value
+            case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation, value=value):
+                is_bare_field = isinstance(value, ast.Call) and ast.unparse(value.func) in (
+                    "field",
+                    "dataclasses.field",
+                )
+                yield name, annotation, None if is_bare_field else value
 
 
 def _read_text(node: ast.expr | None) -> str:

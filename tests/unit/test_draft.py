@@ -625,6 +625,64 @@ def draft_script(tmp_path: Path, source: str, **files: str) -> tuple[RunSpec, st
     return load_draft(folder), draft_spec(folder).text
 
 
+#: Script with a dataclass of options. PARSE stands for the call that reads the command line.
+FIELD_OPTIONS = """\
+from dataclasses import dataclass, field
+import simple_parsing, torch, tyro
+from pathlib import Path
+
+@dataclass
+class Args:
+    data: str
+    run_dir: Path = Path("runs")
+    num_steps: int = 40
+    resume_from: str = field(default="", metadata={})
+    tags: list[str] = field(default_factory=list)
+    verbose: bool = False
+
+def main(args):
+    for step in range(1, args.num_steps + 1):
+        torch.save({}, args.run_dir / "ckpts" / f"step_{step:06d}.pt")
+
+main(PARSE)
+"""
+
+
+@pytest.mark.parametrize(
+    ("parse", "separator"),
+    [
+        ("tyro.cli(Args)", "-"),
+        ("simple_parsing.parse(Args)", "_"),
+    ],
+)
+def test_options_that_a_library_makes_from_a_dataclass_are_used(
+    tmp_path: Path, parse: str, separator: str
+) -> None:
+    folder = project(tmp_path, {"train.py": FIELD_OPTIONS.replace("PARSE", parse)})
+
+    draft = draft_spec(folder)
+    spec = load_draft(folder)
+
+    names = ("run_dir", "${run.dir}", "resume_from", "${attempt.resume_from}", "num_steps", "40")
+    words = [f"--{word.replace('_', separator)}" for word in names[::2]]
+    assert draft.missing_arguments == ("--data",)
+    command = spec.processes["trainer"].command
+    for word, value in zip(words, names[1::2], strict=True):
+        assert command[command.index(word) + 1] in (value, "${progress.total}")
+    assert spec.processes["trainer"].checkpoints == "${run.dir}/ckpts"
+
+
+def test_parameters_of_a_function_are_options_with_tyro(tmp_path: Path) -> None:
+    source = "import tyro\ndef main(data: str, out_dir: str = 'out', *, max_steps: int = 30): ...\n"
+
+    folder = project(tmp_path, {"train.py": f"{source}tyro.cli(main)\n"})
+
+    assert draft_spec(folder).missing_arguments == ("--data",)
+    command = load_draft(folder).processes["trainer"].command
+    assert command[:4] == ("python", "train.py", "--out-dir", SAVED)
+    assert command[4] == "--max-steps"
+
+
 #: Script whose options do not show by their names which one names the folder of the checkpoints.
 UNCLEAR_OPTIONS = """\
 import argparse, torch
