@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from textwrap import dedent, indent
+
 import pytest
 
 from tasks.spec.script_loops import StepLoop, find_step_loop
@@ -55,3 +57,235 @@ def test_loop_with_a_clear_number_of_steps_is_read(source: str, total: int, last
 )
 def test_loop_with_an_unclear_number_of_steps_is_ignored(source: str) -> None:
     assert find_step_loop(source) is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        """
+        if bad >= 50:
+            break
+        """,
+        """
+        for batch in data:
+            pass
+        else:
+            break
+        """,
+        "if bad >= 50: sys.exit()",
+        "if bad >= 50: raise EarlyStopping",
+        "yield batch",
+    ],
+)
+def test_loop_that_may_end_early_is_ignored(body: str) -> None:
+    source = "for step in range(1_000_000):\n" + _indent(body)
+
+    assert find_step_loop(source) is None
+
+
+def test_loop_with_a_return_is_ignored() -> None:
+    source = "def train():\n  for step in range(20):\n    if bad >= 50: return\ntrain()"
+
+    assert find_step_loop(source) is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        """
+        for batch in data:
+            break
+        """,
+        """
+        def pick():
+            return 1
+        """,
+        "if bad: raise RuntimeError('the loss is not a number')",
+        "if bad: sys.exit(1)",
+    ],
+)
+def test_loop_that_ends_early_only_after_a_failure_is_read(body: str) -> None:
+    source = "for step in range(20):\n" + _indent(body)
+
+    assert find_step_loop(source) == StepLoop(total=20, last_step=19)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "for update in range(1000): ray.get(collect.remote())",
+        "for update in range(1000): ray.get(collect.options(num_gpus=1).remote())",
+        "results = map(collect, envs)",
+        "Trainer(step_fn=collect)",
+        "callbacks = [collect]",
+        "call = lambda: collect()",
+        "collect()\ncollect()",
+    ],
+)
+def test_loop_in_a_function_that_may_run_several_times_is_ignored(use: str) -> None:
+    source = f"def collect():\n  for step in range(128): act()\n{use}"
+
+    assert find_step_loop(source) is None
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "for update in range(1000): ray.get(worker.collect.remote())",
+        "for update in range(1000): worker.collect()",
+        "pool.submit(worker.collect)",
+        "Runner(worker).run()",
+    ],
+)
+def test_loop_in_a_method_that_may_run_several_times_is_ignored(use: str) -> None:
+    source = f"""
+@ray.remote
+class Worker:
+    def collect(self):
+        for step in range(128):
+            act()
+worker = Worker.remote()
+{use}
+"""
+
+    assert find_step_loop(source) is None
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "ray.get(train.remote())",
+        "mp.spawn(train, args=(2,), nprocs=2)",
+        "Process(target=train).start()",
+        "fire.Fire(train)",
+    ],
+)
+def test_loop_in_a_function_that_is_started_once_is_read(use: str) -> None:
+    source = f"def train():\n  for step in range(128): act()\n{use}"
+
+    assert find_step_loop(source) == StepLoop(total=128, last_step=127)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        """
+        def train(model):
+            for step in range(200):
+                model.eval()
+                model.train()
+        train(model)
+        """,
+        """
+        class Trainer:
+            def train(self):
+                for step in range(200):
+                    self.model.eval()
+                    self.model.train()
+        Trainer().train()
+        """,
+    ],
+)
+def test_method_of_the_model_is_not_mistaken_for_the_training(source: str) -> None:
+    assert find_step_loop(dedent(source)) == StepLoop(total=200, last_step=199)
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        """
+        for epoch in range(5):
+            for batch in data:
+                update(batch)
+        """,
+        """
+        for i in range(num_epochs):
+            update(batch)
+        """,
+        """
+        for batch in data:
+            step += 1
+        """,
+        """
+        for batch in data:
+            self.global_step = self.global_step + 1
+        """,
+        """
+        while loss > 0.1:
+            update()
+        """,
+        """
+        for batch in data:
+            accelerator.backward(model(batch))
+        """,
+        """
+        for batch in data:
+            train_on(batch)
+        """,
+        "model.fit(data)",
+        """
+        for step in range(3):
+            update()
+        """,
+    ],
+)
+def test_warm_up_beside_the_training_is_ignored(training: str) -> None:
+    source = f"for it in range(3):\n  model(x)\n{dedent(training)}"
+
+    assert find_step_loop(source) is None
+
+
+@pytest.mark.parametrize(
+    "other_code",
+    [
+        """
+        def batches():
+            while True:
+                for batch in data:
+                    yield batch
+        """,
+        """
+        class Evaluator:
+            def run(self):
+                while True:
+                    act()
+        """,
+        """
+        def update():
+            done = False
+            while not done:
+                steps += 1
+        """,
+    ],
+)
+def test_helper_beside_the_training_does_not_hide_the_loop(other_code: str) -> None:
+    source = f"{dedent(other_code)}\nfor step in range(20):\n  update()\n"
+
+    assert find_step_loop(source) == StepLoop(total=20, last_step=19)
+
+
+@pytest.mark.parametrize("name", ["Evaluator", "PolicyEvaluator", "TestRun", "InferenceServer"])
+def test_loop_in_a_class_that_does_not_train_is_ignored(name: str) -> None:
+    source = f"""
+class {name}:
+    def run(self):
+        for step in range(50):
+            act()
+{name}().run()
+"""
+
+    assert find_step_loop(source) is None
+
+
+def test_loop_over_rollouts_of_several_steps_is_ignored() -> None:
+    source = """
+for iteration in range(500):
+    for env in envs:
+        global_step += 1
+"""
+
+    assert find_step_loop(source) is None
+
+
+def _indent(body: str) -> str:
+    return indent(dedent(body), "    ")
