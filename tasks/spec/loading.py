@@ -13,8 +13,8 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from tasks.spec.ownership import find_folder_fault, find_marker_fault, is_presen
 from tasks.spec.placeholders import mapping_or_empty
 from tasks.spec.run import RunSpec
 from tasks.spec.secrets import mask_env, mask_nested, mask_text
+from tasks.spec.spellings import Spelling, list_spellings, quote_spellings
 from tasks.spec.standard_input import STANDARD_INPUT
 from tasks.spec.start_from import find_start_faults
 from tasks.spec.step import rename_path
@@ -193,6 +194,32 @@ def parse_yaml(text: str, source: str) -> object:
     raise InvalidSpec((fault,), source)
 
 
+def read_spellings(text: str, parent_path: str = "") -> dict[str, Spelling]:
+    """Return the values without quotes in a YAML text, by their dotted paths in the spec.
+
+    Args:
+        text: Valid YAML.
+        parent_path: Dotted path of the YAML text in the spec, or "" for the whole spec.
+    """
+    spellings = list_spellings(_Loader(text).get_single_node())
+    if not parent_path:
+        return spellings
+    return {f"{parent_path}.{path}".rstrip("."): item for path, item in spellings.items()}
+
+
+def read_override_spellings(overrides: Iterable[str]) -> dict[str, Spelling]:
+    """Return the values without quotes in overrides of the form `a.b=VALUE`, by their paths.
+
+    A faulty override is ignored.
+    """
+    spellings: dict[str, Spelling] = {}
+    for override in overrides:
+        path, _, text = override.partition("=")
+        with suppress(yaml.YAMLError, RecursionError):
+            spellings |= read_spellings(text, path.strip())
+    return spellings
+
+
 def _make_syntax_fault(error: yaml.YAMLError, text: str) -> Fault:
     """Return the fault for a syntax error in a YAML text, with line and column if possible."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
@@ -285,7 +312,10 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
         InvalidSpec: The file or an override has faults. The error lists all faults.
     """
     source = name_source(path)
-    return parse_spec(parse_yaml(read_text(path), source), overrides, source)
+    text = read_text(path)
+    data = parse_yaml(text, source)
+    with quote_spellings(lambda: read_spellings(text)):
+        return parse_spec(data, overrides, source)
 
 
 def load_resolved(path: Path) -> RunSpec:
@@ -324,7 +354,7 @@ def parse_spec(
         with collect_faults(faults):
             apply_value(written, *read_override(override))
     spec: RunSpec | None = None
-    with collect_faults(faults):
+    with collect_faults(faults), quote_spellings(lambda: read_override_spellings(overrides)):
         spec = RunSpec.model_validate(written)
     if not from_form:
         faults += _find_empty_components(written)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -29,6 +30,8 @@ from tasks.spec.loading import (
     parse_spec,
     parse_yaml,
     read_override,
+    read_override_spellings,
+    read_spellings,
     read_text,
 )
 from tasks.spec.matrix import Best, Matrix, StopEarly, check_matrix, list_points
@@ -53,6 +56,7 @@ from tasks.spec.placeholders import (
     mapping_or_empty,
 )
 from tasks.spec.run import Ray, RunSpec
+from tasks.spec.spellings import Spelling, quote_spellings
 from tasks.spec.stage_graph import find_graph_faults, list_ancestors, list_needs
 from tasks.spec.standard_input import STANDARD_INPUT
 from tasks.spec.start_from import is_run_id
@@ -81,6 +85,8 @@ STAGE_DEPLOYMENT = "train/any"
 #: stage that runs a function or a command.
 _RUN_KEYS = ("deployment", "spec", "set", "checkpoint", "stop_early")
 _STEP_KEYS = ("args", "env", "on", "resources", "retries", "timeout_s", "cache", "code")
+#: Matches the beginning of the path of a value in the key `set` of a stage.
+_SET = re.compile(r"(stages\.\d+)\.set\.")
 
 
 def _check_condition(text: str) -> str:
@@ -607,16 +613,39 @@ def load_pipeline(
     source = name_source(path)
     root = root or find_project_root(path)
     faults: list[Fault] = []
-    written = copy_as_dict(parse_yaml(read_text(path), source), source)
+    text = read_text(path)
+    written = copy_as_dict(parse_yaml(text, source), source)
+    #: Mapping from the dotted path of each part of the pipeline to the YAML text of the part.
+    texts = {"": text}
     for index, stage in _index_stages(written).items():
         if isinstance(name := stage.get("spec"), str):
             candidates = [folder / name for folder in (root, locate_spec(path).parent)]
             file = next(filter(Path.exists, candidates), candidates[0])
             with collect_faults(faults, f"stages.{index}.spec: {name}"):
-                stage["spec"] = copy_as_dict(parse_yaml(read_text(file), name), name)
+                text = read_text(file)
+                stage["spec"] = copy_as_dict(parse_yaml(text, name), name)
+                texts[f"stages.{index}.spec"] = text
     if faults:
         raise InvalidSpec(tuple(faults), source)
-    return parse_pipeline(written, overrides, source, root=root)
+    with quote_spellings(lambda: _read_stage_spellings(texts)):
+        return parse_pipeline(written, overrides, source, root=root)
+
+
+def _read_stage_spellings(texts: Mapping[str, str]) -> dict[str, Spelling]:
+    """Return the values without quotes in a pipeline spec, by their dotted paths.
+
+    A value in the key `set` of a stage also has its path in the run spec of the stage.
+
+    Args:
+        texts: Mapping from the dotted path of each part of the pipeline to its YAML text.
+    """
+    spellings: dict[str, Spelling] = {}
+    for path, text in texts.items():
+        spellings |= read_spellings(text, path)
+    changes = {
+        _SET.sub(r"\1.spec.", path): item for path, item in spellings.items() if _SET.match(path)
+    }
+    return {**spellings, **changes}
 
 
 def parse_pipeline(
@@ -682,8 +711,27 @@ def parse_pipeline(
             _check_points(stage, path, stage_faults)
         faults += _explain_needs(stage, stage_faults, names_of_stages)
     if faults:
-        raise InvalidSpec(tuple(dict.fromkeys(faults)), source)
+        with quote_spellings(lambda: _read_override_spellings(stages, overrides)):
+            raise InvalidSpec(tuple(dict.fromkeys(faults)), source)
     return PipelineSpec.model_validate(written)
+
+
+def _read_override_spellings(
+    stages: Mapping[int, Mapping[str, Any]], overrides: Iterable[str]
+) -> dict[str, Spelling]:
+    """Return the values without quotes in overrides, by their dotted paths in the pipeline spec.
+
+    Args:
+        stages: The stages of the pipeline by their indexes.
+        overrides: Changes of the form `STAGE.a.b=VALUE`.
+    """
+    spellings: dict[str, Spelling] = {}
+    indexes = {str(stage.get("name")): index for index, stage in stages.items()}
+    for path, item in read_override_spellings(overrides).items():
+        name, _, key = path.partition(".")
+        stage_path = f"stages.{indexes.get(name)}"
+        spellings |= {f"{stage_path}.{key}": item, f"{stage_path}.spec.{key}": item}
+    return spellings
 
 
 def add_deployment_specs(pipeline: PipelineSpec, specs: Mapping[str, object]) -> PipelineSpec:

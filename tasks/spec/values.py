@@ -352,7 +352,11 @@ def _check_storable(text: str) -> str:
 
 def _number_to_text(value: object) -> object:
     match value:
-        case bool() | None | date():
+        case bool():
+            raise make_refusal(
+                f"must be text, found {describe_value(value)}", explain_boolean(value)
+            )
+        case None | date():
             raise make_refusal(
                 f"must be text, found {describe_value(value)}", "write a text in quotes"
             )
@@ -545,7 +549,9 @@ def _to_fault(error: ErrorDetails) -> Fault:
     elif kind in _EXPECTED:
         expectation, remedy = _EXPECTED[kind]
         if kind in _NUMBER_TYPES:
-            remedy = _suggest_number(value, is_whole=kind == "int_type")
+            remedy = suggest_number(value, is_whole=kind == "int_type")
+        elif kind == "string_type" and isinstance(value, bool):
+            remedy = explain_boolean(value)
         problem = f"must be {expectation.format(**context)}, found {describe_value(value)}"
 
     if is_key:
@@ -553,13 +559,14 @@ def _to_fault(error: ErrorDetails) -> Fault:
     return Fault(path=".".join(map(str, place)), problem=problem, remedy=remedy)
 
 
-def _suggest_number(value: object, *, is_whole: bool) -> str:
+def suggest_number(value: object, *, is_whole: bool, has_quotes: bool = True) -> str:
     """Return advice on how to correct a number in the spec, such as `write 1000 without quotes`.
 
     Args:
         value: The wrong value. It may be a text, such as `1.0e3`, `1_000` or `0x10`, or a number
             with a fraction where a whole number is required.
         is_whole: True if the number must be a whole number.
+        has_quotes: False if the value is known to be a text without quotes.
     """
     example = "10" if is_whole else "1.5"
     if isinstance(value, float) and value.is_integer() and abs(value) < 10**_MAX_DECIMAL_DIGITS:
@@ -567,19 +574,39 @@ def _suggest_number(value: object, *, is_whole: bool) -> str:
     if not isinstance(value, str):
         return f"write a {'whole ' if is_whole else ''}number, for example {example}"
     text = value
+    without_quotes = " without quotes" if has_quotes else ""
     try:
         number = Decimal(int(text, 0) if text[:2].lower() in ("0x", "0o", "0b") else text)
     except (ValueError, InvalidOperation):
-        return f"write a number without quotes, for example {example}"
+        return f"write a number{without_quotes}, for example {example}"
     is_representable = number.is_finite() and abs(number.adjusted()) <= _MAX_DECIMAL_DIGITS
     if not is_representable or (is_whole and number != number.to_integral_value()):
-        return f"write a number without quotes, for example {example}"
+        return f"write a number{without_quotes}, for example {example}"
     digits = f"{number:f}"
     if "." in digits:
         digits = digits.rstrip("0").removesuffix(".")
-    return f"write {digits} without quotes"
+    advice = f"write {digits}{without_quotes}"
+    exponent = EXPONENT.fullmatch(text)
+    if exponent is None:
+        return advice
+    if has_quotes:
+        return f"{advice}, because YAML 1.1 reads {text} as text"
+    mantissa = exponent["mantissa"] if "." in exponent["mantissa"] else f"{exponent['mantissa']}.0"
+    sign = exponent["sign"] or "+"
+    return advice if is_whole else f"{advice} or {mantissa}e{sign}{exponent['digits']}"
 
 
+def explain_boolean(value: bool) -> str:
+    """Return advice for a Boolean that stands in place of a text."""
+    words = "on and yes as true" if value else "off and no as false"
+    return f"write a text in quotes, because YAML 1.1 reads {words}"
+
+
+#: Matches numbers with an exponent. YAML 1.1 reads such a number as text if the number has no
+#: decimal point, or if the exponent has no sign.
+EXPONENT = re.compile(
+    r"(?P<mantissa>[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))[eE](?P<sign>[-+]?)(?P<digits>[0-9]+)"
+)
 #: Largest exponent of a number that a message shows with all digits. For example, `1e3` has the
 #: exponent 3, and the message shows 1000. For a number with a larger exponent, the message shows an
 #: example number instead.

@@ -217,6 +217,34 @@ def test_invalid_override_is_reported(override: str, problem: str) -> None:
     assert problem in fault
 
 
+def test_fault_quotes_the_value_as_the_files_and_overrides_spell_it(tmp_path: Path) -> None:
+    run_spec = yaml.safe_dump(spec())
+    (tmp_path / "one.yaml").write_text(f"{run_spec}env: {{A: on}}\n")
+    (tmp_path / "two.yaml").write_text(run_spec)
+    (tmp_path / "pipeline.yaml").write_text(
+        "name: p\n"
+        "stages:\n"
+        "- {name: a, spec: one.yaml, set: {env.B: no}}\n"
+        "- {name: b, command: [echo], timeout_s: 2e2}\n"
+        "- {name: c, spec: two.yaml, matrix: {stall_after_s: [5, 1e3]}}\n"
+    )
+
+    with pytest.raises(InvalidSpec) as caught:
+        load_pipeline(tmp_path / "pipeline.yaml", ["a.env.C=Off", "b.env.D=yes"], root=tmp_path)
+
+    faults = {str(fault) for fault in caught.value.faults}
+    assert faults == {
+        'stages.0.spec.env.A: must be text, found on, which YAML 1.1 reads as true (write "on")',
+        'stages.0.spec.env.B: must be text, found no, which YAML 1.1 reads as false (write "no")',
+        'stages.0.spec.env.C: must be text, found Off, which YAML 1.1 reads as false (write "Off")',
+        "stages.1.timeout_s: must be a number, found 2e2, which YAML 1.1 reads as text "
+        "(write 200 or 2.0e+2)",
+        'stages.1.env.D: must be text, found yes, which YAML 1.1 reads as true (write "yes")',
+        "stages.2.matrix.stall_after_s.1: stall_after_s: must be a number, found 1e3, which YAML "
+        "1.1 reads as text (write 1000 or 1.0e+3)",
+    }
+
+
 def test_override_applies_to_one_stage_after_its_set() -> None:
     stages = ({**A, "set": {"tags": ["x"]}}, {**A, "name": "b"})
 

@@ -257,7 +257,7 @@ def test_invalid_spec_lists_all_faults_and_survives_pickling(tmp_path: Path) -> 
         (LEAST + "env: {D: 2024-01-01}\n", "env.D", "must be text, found the date 2024-01-01"),
         (LEAST + "stall_after_s: .nan\n", "stall_after_s", "must be a finite number, found .nan"),
         (LEAST + "stall_after_s: 1:30\n", "stall_after_s", "must be a number, found the text '1"),
-        (LEAST + "env: {A: yes}\n", "env.A", "must be text, found true"),
+        (LEAST + "env: {A: yes}\n", "env.A", "must be text, found yes, which YAML"),
         (LEAST + "env: &e {A: *e}\n", "env.A", "must be text, found a mapping"),  # contains itself
     ],
 )
@@ -295,20 +295,25 @@ def test_empty_documents_are_ignored(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("key", "text", "remedy"),
     [
-        ("stall_after_s", "1.0e3", "write 1000 without quotes"),
-        ("stall_after_s", "1e-3", "write 0.001 without quotes"),
+        ("stall_after_s", "1.0e3", "write 1000 or 1.0e+3"),
+        ("stall_after_s", "1e-3", "write 0.001 or 1.0e-3"),
         ("stall_after_s", "'30'", "write 30 without quotes"),
-        ("stall_after_s", "1_000.50", "write 1000.5 without quotes"),
-        ("gang.cpus_per_gpu", "1e3", "write 1000 without quotes"),
-        ("gang.cpus_per_gpu", "0x10", "write 16 without quotes"),
-        ("gang.cpus_per_gpu", "010", "write 10 without quotes"),
+        (
+            "stall_after_s",
+            "'1e3'",
+            "write 1000 without quotes, because YAML 1.1 reads 1e3 as text",
+        ),
+        ("stall_after_s", "1_000.50", "write 1000.5"),
+        ("gang.cpus_per_gpu", "1e3", "write 1000"),
+        ("gang.cpus_per_gpu", "0x10", "write 16"),
+        ("gang.cpus_per_gpu", "010", "write 10"),
         ("gang.cpus_per_gpu", "'2.5'", "write a number without quotes, for example 10"),
         ("gang.cpus_per_gpu", "4.0", "write 4"),
         ("gang.cpus_per_gpu", "1.5", "write a whole number, for example 10"),
         ("gang.cpus_per_gpu", "true", "write a whole number, for example 10"),
         ("stall_after_s", "[30]", "write a number, for example 1.5"),
-        ("stall_after_s", "soon", "write a number without quotes, for example 1.5"),
-        ("stall_after_s", "1.0e999", "write a number without quotes, for example 1.5"),
+        ("stall_after_s", "soon", "write a number, for example 1.5"),
+        ("stall_after_s", "1.0e999", "write a number, for example 1.5"),
     ],
 )
 def test_remedy_for_a_number_is_a_number_that_loads(
@@ -324,8 +329,74 @@ def test_remedy_for_a_number_is_a_number_that_loads(
     assert (fault.path, fault.remedy) == (key, remedy)
     if remedy.startswith("write a "):
         return
-    suggested = remedy.split()[1]
-    assert load_text(tmp_path, f"{LEAST}{line.replace(text, suggested)}\n")
+    # The advice is `write NUMBER`, or `write NUMBER or NUMBER`.
+    for suggested in remedy.removeprefix("write ").split(" without ")[0].split(" or "):
+        assert load_text(tmp_path, f"{LEAST}{line.replace(text, suggested)}\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "stall_after_s: 1.0e3",
+            "stall_after_s: must be a number, found 1.0e3, which YAML 1.1 reads as text "
+            "(write 1000 or 1.0e+3)",
+        ),
+        (
+            "env: {A: on}",
+            'env.A: must be text, found on, which YAML 1.1 reads as true (write "on")',
+        ),
+        (
+            "env: {A.B: No}",
+            'env.A.B: must be text, found No, which YAML 1.1 reads as false (write "No")',
+        ),
+        ("env: {A: true}", 'env.A: must be text, found true (write "true")'),
+        (
+            "stall_after_s: yes",
+            "stall_after_s: must be a number, found yes, which YAML 1.1 reads as true "
+            "(write a number, for example 1.5)",
+        ),
+        (
+            "code: off",
+            'code: must be text, found off, which YAML 1.1 reads as false (write "off")',
+        ),
+        (
+            "evals: {a: {command: [python, no]}}",
+            'evals.a.command.1: must be text, found no, which YAML 1.1 reads as false (write "no")',
+        ),
+    ],
+)
+def test_fault_quotes_the_value_as_the_file_spells_it(
+    tmp_path: Path, line: str, message: str
+) -> None:
+    with pytest.raises(InvalidSpec) as raised:
+        load_text(tmp_path, f"{LEAST}{line}\n")
+
+    assert message in map(str, raised.value.faults)
+
+
+def test_fault_quotes_the_value_as_an_override_spells_it(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text(f"{LEAST}env: {{A: on}}\n")
+
+    with pytest.raises(InvalidSpec) as raised:
+        load_spec(tmp_path / "spec.yaml", ["env.A=No", "stall_after_s=2e3"])
+
+    assert [str(fault) for fault in raised.value.faults] == [
+        'env.A: must be text, found No, which YAML 1.1 reads as false (write "No")',
+        "stall_after_s: must be a number, found 2e3, which YAML 1.1 reads as text "
+        "(write 2000 or 2.0e+3)",
+    ]
+
+
+def test_fault_of_plain_data_explains_how_yaml_reads_the_value() -> None:
+    faults = faults_of({**least(), "env": {"A": True}, "stall_after_s": "1.0e3"})
+
+    assert [str(fault) for fault in faults] == [
+        "env.A: must be text, found true "
+        "(write a text in quotes, because YAML 1.1 reads on and yes as true)",
+        "stall_after_s: must be a number, found the text '1.0e3' "
+        "(write 1000 without quotes, because YAML 1.1 reads 1.0e3 as text)",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -507,6 +578,7 @@ def test_overrides_are_applied_in_order() -> None:
             "unknown key",
         ),
         ("env.A=true", "env.A", "must be text, found true"),
+        ("env.A=yes", "env.A", "must be text, found yes, which YAML 1.1 reads as true"),
         ("env.API_KEY.x=hunter22", "env.API_KEY", "must be text, found a mapping"),
     ],
 )
