@@ -61,7 +61,15 @@ from tasks.record.advice import advise_unexplained_exit
 from tasks.record.causes import Cause, Role, find_cause, last_lines
 from tasks.record.events import Emit
 from tasks.record.log_bound import LogBound
-from tasks.record.outcome import ComponentFailed, Exit, Failure, GiveUpReason, Verdict, signal_name
+from tasks.record.outcome import (
+    ComponentFailed,
+    Exit,
+    Failure,
+    GiveUpReason,
+    Verdict,
+    add_warning,
+    signal_name,
+)
 from tasks.record.ranks import (
     RankFailure,
     find_first_rank,
@@ -969,7 +977,7 @@ class SupervisedAttempt:
         """Return the verdict of a completed attempt. Warn if a metric is NaN or infinite."""
         not_finite = self._alarms.describe_not_finite() if self._alarms else ""
         if not_finite:
-            message = f"warning: {message}, but {not_finite}"
+            message = add_warning(message, not_finite)
         values = self._alarms.not_finite_values if self._alarms else ()
         return Verdict(state=RunState.COMPLETED, message=message, not_finite=values)
 
@@ -1251,16 +1259,18 @@ class SupervisedAttempt:
         if warning and problem is not None:
             warning += f": {problem}"
         not_finite = self._alarms.describe_not_finite() if self._alarms else ""
-        if not_finite:
-            warning = f"{warning or message}, but {not_finite}"
         reason = message
         if warning:
-            has_problem = problem is not None
-            is_repeated = has_problem and self._progress.has_warned and not not_finite
-            if not is_repeated:
+            if problem is None or not self._progress.has_warned:
                 self._emit("run.warning", message=warning)
-            reason = f"{component.name} ended with exit code 0"
             message = f"warning: {warning}"
+        if not_finite:
+            self._emit(
+                "run.warning", message=not_finite if warning else f"{message}, but {not_finite}"
+            )
+            message = add_warning(message, not_finite)
+        if warning or not_finite:
+            reason = f"{component.name} ended with exit code 0"
         values = self._alarms.not_finite_values if self._alarms else ()
         verdict = Verdict(state=RunState.COMPLETED, message=message, not_finite=values)
         decision = Decision.of(verdict, exit.at_monotonic_s)

@@ -183,10 +183,7 @@ class Verdict:
 
     def with_warning(self, warning: str) -> Verdict:
         """Return the result with a warning in its message."""
-        message = f"warning: {self.message}, but {warning}"
-        if self.message.startswith("warning: "):
-            message = f"{self.message}; {warning}"
-        return replace(self, message=message)
+        return replace(self, message=add_warning(self.message, warning))
 
     def with_leftovers(self, left: Mapping[str, tuple[int | str, ...]]) -> Verdict:
         """Return the result with the state FAILED, because Muster could not end some processes.
@@ -227,7 +224,7 @@ class Verdict:
             failure = Failure(
                 kind=FailureKind.UNKNOWN,
                 component=next(iter(left)),
-                message=f"{self.message}, but {problem}",
+                message=f"{join_problems(self.message)}, but {problem}",
                 rule="teardown-incomplete",
                 hint="To end the remaining processes: muster reconcile",
             )
@@ -251,6 +248,37 @@ class Verdict:
             return replace(self, message=f"{self.message}; {note}", unseen=unseen)
         failure = self.failure.with_changes(message=f"{self.failure.message}; {note}")
         return replace(self, message=str(failure), failure=failure, unseen=unseen)
+
+
+#: Beginning of each line of a message with warnings.
+_WARNING = "warning: "
+
+
+def add_warning(message: str, warning: str) -> str:
+    """Return the message of a completed attempt with a further warning.
+
+    The first warning is added to the message. Each further warning is on a line of its own.
+    """
+    if message.startswith(_WARNING):
+        return f"{message}\n{_WARNING}{warning}"
+    return f"{_WARNING}{message}, but {warning}"
+
+
+def list_problems(message: str) -> list[str]:
+    """Return the warnings in the message of a run. Another message is returned as the only item."""
+    if not message.startswith(_WARNING):
+        return [message]
+    first, *others = message.split(f"\n{_WARNING}")
+    return [first, *(f"{_WARNING}{text}" for text in others)]
+
+
+def join_problems(message: str) -> str:
+    """Return the message of a run with all its warnings in one sentence, such as `warning: A; B`.
+
+    Another message is returned unchanged.
+    """
+    first, *others = list_problems(message)
+    return "; ".join([first, *(text.removeprefix(_WARNING) for text in others)])
 
 
 def _by_name(items: Mapping[str, tuple[int | str, ...]]) -> str:

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import pwd
+import re
 import secrets
 import stat
 from collections.abc import Callable, Iterator
@@ -471,6 +472,11 @@ class RunPlace:
     @property
     def run_id(self) -> str:
         return self.directory.name
+
+    def shorten_paths(self, text: str) -> str:
+        """Return a text in which paths in the run's folder are relative to this folder."""
+        folder = re.escape(str(self.directory))
+        return re.sub(rf"(?<![\w/]){folder}/(?=[^\s/])", "", text)
 
     @property
     def record(self) -> Path:

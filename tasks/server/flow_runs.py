@@ -42,6 +42,7 @@ from prefect.states import Cancelled, Cancelling, Completed, Crashed, Failed, Ru
 from tasks.processes.ending import Holders
 from tasks.processes.identity import ProcessId, boot_id, host_name
 from tasks.record.final_record import has_failed_by_loss
+from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
 from tasks.record.states import RunState
 from tasks.server.concurrency_lease import set_state_and_release_lease
@@ -587,7 +588,10 @@ def get_recorded_result(run: RunJson | None) -> State[Any] | None:
         return None
     if has_failed_by_loss(run):
         return None
-    return STATE_OF.get(run.state, Failed)(message=run.message)
+    message = run.message
+    if run.state is RunState.COMPLETED:
+        message = RunPlace.of(run.run_id).shorten_paths(message)
+    return STATE_OF.get(run.state, Failed)(message=message)
 
 
 def cancel(

@@ -18,7 +18,7 @@ from typing import Any
 from rich.text import Text
 
 from tasks.record.events import Event
-from tasks.record.outcome import Failure
+from tasks.record.outcome import Failure, list_problems
 from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord, ResumeRecord, RunJson
 from tasks.record.states import RunState
@@ -196,7 +196,11 @@ def end_block(
     # Show the text of the failure if possible, instead of the message of the flow run. That message
     # contains the path of the log, which is printed on a separate line below.
     cause = str(failure) if failure else message
-    yield line_of(f"{state}: {cause}{suffix}", _STYLES.get(state, "bold yellow"))
+    first, *other_problems = list_problems(cause)
+    style = _STYLES.get(state, "bold yellow")
+    yield line_of(f"{state}: {first}{suffix}", style)
+    for problem in other_problems:
+        yield line_of(f"{' ' * len(state)}  {problem}", style)
 
     if record_path is not None:
         place = RunPlace(directory=record_path.parent)
@@ -252,8 +256,10 @@ def summarize_run(
         rows: Metrics of the run in order, one mapping per step.
         slow: Sentences about the duration of the training steps; see `Slow.sentences`.
     """
-    ending = f": {record.message.partition(chr(10))[0]}" if record.message else ""
+    first, *other_problems = list_problems(record.message)
+    ending = f": {first.partition(chr(10))[0]}" if first else ""
     yield f"{record.run_id} is {record.state.value}{ending}"
+    yield from other_problems
     start = f"started {format_datetime(record.started_at)}, {describe_duration(record)}"
     yield f"{record.workload} training {record.name}, {start}"
     if record.tags:

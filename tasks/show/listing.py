@@ -3,7 +3,8 @@
 The run id is never cut, because people copy it. The state, the age and the host are always shown.
 The columns for the step and the metric are omitted if they are empty for all runs. A terminal that
 is too narrow for all columns shows the host, the step, the metric and the message on a second line.
-The message gets the remaining columns and is cut at the right edge of the terminal.
+The message gets the remaining columns and is cut at the right edge of the terminal. A note about
+further problems of the run, such as `(and 1 more)`, stays visible.
 """
 
 from __future__ import annotations
@@ -40,6 +41,13 @@ class ListedRun:
     #: Last reward or loss, such as `reward 0.83`, or an empty string if it is unknown.
     metric: str = ""
     message: str
+    #: Number of further problems of the run that the message does not name.
+    omitted_problems: int = 0
+
+    @property
+    def note(self) -> str:
+        """Text at the end of the message, such as `(and 1 more)`, or an empty string."""
+        return f"(and {self.omitted_problems} more)" if self.omitted_problems else ""
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -66,6 +74,7 @@ def list_runs(runs: Sequence[ListedRun], width: int) -> Iterator[Text]:
         width: Width of the terminal in columns.
     """
     rows = [run.cells for run in runs]
+    notes = [run.note for run in runs]
     shown = [
         index
         for index, name in enumerate(_HEAD)
@@ -76,18 +85,18 @@ def list_runs(runs: Sequence[ListedRun], width: int) -> Iterator[Text]:
     *widths, message_width = (
         max(map(cell_len, column)) for column in zip(head, *rows, strict=True)
     )
+    note_width = max(map(len, notes), default=0)
     whole_width = sum(widths) + len(widths) * len(_GAP)
-    if whole_width + min(message_width, _MESSAGE_COLUMNS) <= width:
+    if whole_width + min(message_width, _MESSAGE_COLUMNS) + note_width <= width:
         yield _line(head, widths, width, "bold")
-        for row in rows:
-            yield _line(row, widths, width)
+        for row, note in zip(rows, notes, strict=True):
+            yield _line(row, widths, width, note=note)
     elif sum(widths[:3]) + 2 * len(_GAP) <= width:
         yield Text(_GAP.join(_pad_cells(head[:3], widths)), style="bold")
         for run, row in zip(runs, rows, strict=True):
             yield Text(_GAP.join(_pad_cells(row[:3], widths)).rstrip())
-            yield from _indented_line(
-                _join(_clean(run.host, run.step, run.metric, run.message)), width
-            )
+            facts = _join(_clean(run.host, run.step, run.metric, run.message))
+            yield from _indented_line(facts, width, run.note)
     else:
         for run in runs:
             run_id, state, age, host, step, metric, message = run.cells
@@ -95,10 +104,10 @@ def list_runs(runs: Sequence[ListedRun], width: int) -> Iterator[Text]:
             facts = _GAP + _join((state, age, host, step))
             if cell_len(facts) <= width:
                 yield Text(facts)
-                yield from _indented_line(_join((metric, message)), width)
+                yield from _indented_line(_join((metric, message)), width, run.note)
             else:
                 yield Text(_GAP + _join((state, age)))
-                yield from _indented_line(_join((host, message)), width)
+                yield from _indented_line(_join((host, message)), width, run.note)
 
 
 def _clean(*texts: str) -> tuple[str, ...]:
@@ -106,26 +115,44 @@ def _clean(*texts: str) -> tuple[str, ...]:
     return tuple(map(one_line, texts))
 
 
-def _line(row: Sequence[str], widths: Sequence[int], width: int, style: str = "") -> Text:
+def _line(
+    row: Sequence[str], widths: Sequence[int], width: int, style: str = "", note: str = ""
+) -> Text:
     """Return a row of the list of runs as one line, which is cut after `width` columns.
 
     Args:
         row: The cells of a run, or the headings. The last cell is not padded.
         widths: Widths of the columns before the last column.
         width: Width of the terminal in columns.
+        style: Rich style of the line.
+        note: Text after the last cell, which is not cut.
     """
     cells = [*_pad_cells(row[:-1], widths), row[-1]]
-    line = Text(_GAP.join(cells).rstrip(), style=style)
-    line.truncate(width, overflow="ellipsis")
-    return line
+    return _cut(_GAP.join(cells).rstrip(), width, style, note)
 
 
-def _indented_line(text: str, width: int) -> Iterator[Text]:
+def _indented_line(text: str, width: int, note: str = "") -> Iterator[Text]:
     """Yield the text as an indented line, cut after `width` columns. Skip an empty text."""
     if text:
-        line = Text(_GAP + text, style="dim")
-        line.truncate(max(width, len(_GAP) + 1), overflow="ellipsis")
-        yield line
+        yield _cut(_GAP + text, max(width, len(_GAP) + 1), "dim", note)
+
+
+def _cut(text: str, width: int, style: str, note: str) -> Text:
+    """Return a line that is cut after `width` columns.
+
+    Args:
+        text: Text of the line.
+        width: Largest width of the line in columns.
+        style: Rich style of the line.
+        note: Text after the line, or an empty string. The line is cut before the note, if the
+            terminal is not too narrow.
+    """
+    line = Text(text, style=style)
+    if note:
+        line.truncate(max(width - len(note) - 1, 1), overflow="ellipsis")
+        line.append(f" {note}")
+    line.truncate(width, overflow="ellipsis")
+    return line
 
 
 def _pad_cells(cells: Sequence[str], widths: Sequence[int]) -> list[str]:

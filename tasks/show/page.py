@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
-from tasks.record.outcome import Failure
+from tasks.record.outcome import Failure, list_problems
 from tasks.record.retries import build_attempt_table
 from tasks.record.run_json import AttemptRecord, ComponentRecord, JobRecord, RunJson
 from tasks.record.states import RunState
@@ -327,7 +327,7 @@ def show_summary(view: RunView) -> Shown:
     # Show the message only if no attempt has failed. After a failure, the section about the failure
     # contains the message.
     if message and failed is None:
-        parts.append(code_block(message) if "\n" in message else escape_markdown(message))
+        parts.append(_format_message(message))
     if state == "failed" and failed is None and (remedy := find_remedy(message)):
         parts.append(f"**What to do**: {escape_markdown(remedy)}")
     parts.append("\n".join(_list_facts(view, next_start)))
@@ -341,6 +341,14 @@ def show_summary(view: RunView) -> Shown:
 
     headline = _build_headline(view, *_describe_state(view))
     return Shown(headline=headline, data="\n\n".join(filter(None, parts)))
+
+
+def _format_message(message: str) -> str:
+    """Return the message of a run as Markdown. If it has several warnings, each is a list item."""
+    problems = list_problems(message)
+    if len(problems) > 1:
+        return "\n".join(f"- {escape_markdown(problem)}" for problem in problems)
+    return code_block(message) if "\n" in message else escape_markdown(message)
 
 
 def _describe_state(view: RunView) -> tuple[str, str]:

@@ -13,6 +13,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
 from tasks.processes.registry import read_owner
+from tasks.record.outcome import join_problems
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
 from tasks.record.states import RunState
@@ -75,4 +76,5 @@ def end_completed_run(spec: RunSpec, run_id: str) -> State[None] | None:
     if record is None or not is_completed or has_steps_left(spec, record) is not False:
         return None
     message = "the run was already complete, so no attempt was started"
-    return Completed(message=f"{message}: {record.message}" if record.message else message)
+    earlier = RunPlace.of(run_id).shorten_paths(join_problems(record.message))
+    return Completed(message=f"{message}: {earlier}" if earlier else message)

@@ -107,6 +107,7 @@ def ls(
         print(text, file=sys.stderr)
         return
     now = time.time()
+    is_terminal = is_on_terminal()
     rows = [
         ListedRun(
             run_id=run.run_id,
@@ -115,11 +116,12 @@ def ls(
             host=run.host,
             step=progress[run.run_id].step_text if run.run_id in progress else "",
             metric=progress[run.run_id].metric_text if run.run_id in progress else "",
-            message=run.brief,
+            message=_choose_message(run) if is_terminal else run.brief,
+            omitted_problems=len(run.problems) - 1 if is_terminal else 0,
         )
         for run in runs
     ]
-    if not is_on_terminal():
+    if not is_terminal:
         # Print one line per run, for programs such as grep and cut. Do not shorten any cell.
         for row in rows:
             *cells, step, metric, message = row.cells
@@ -130,6 +132,12 @@ def ls(
     console = console_of(sys.stdout)
     for line in format_runs(rows, console.width):
         console.print(line, soft_wrap=True)
+
+
+def _choose_message(run: Run) -> str:
+    """Return the message of a run for the list on a terminal: one problem, with short paths."""
+    first, *others = run.problems
+    return run.place.shorten_paths(first if others else run.brief)
 
 
 def show(

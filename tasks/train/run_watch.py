@@ -132,10 +132,15 @@ class RunWatch:
                 break
             time.sleep(_READ_EVERY_S)
         self.show_news(state)
+        message = state.message or ""
         if self._place.record.exists():
             opened = {"run_id": self._run_id, "record": self._place.record}
             self._terminal.show(Event(at=time.time(), name="run.opened", fields=opened))
-        self._terminal.end(state.type.value.lower(), state.message or "", page)
+            record = read_local_record(self._run_id)
+            if state.is_completed() and record is not None and record.message:
+                # The message of the flow run names paths relative to the folder of the run.
+                message = record.message
+        self._terminal.end(state.type.value.lower(), message, page)
 
     def _show_remote_step(self) -> None:
         """Print the training step of a run on another host, about `_STEP_LINES` times per run.

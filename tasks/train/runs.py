@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from tasks.processes.identity import host_name
+from tasks.record.outcome import join_problems, list_problems
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
 
@@ -60,13 +61,18 @@ class Run:
         return match[1] if match else self.run_id
 
     @property
+    def problems(self) -> list[str]:
+        """The warnings in `message`. Another message is the only item."""
+        return list_problems(self.message)
+
+    @property
     def brief(self) -> str:
-        """First line of `message`.
+        """First line of `message`, or all warnings in `message` in one line.
 
         If this line ends with a colon, such as `the run spec has 2 faults:`, the next line is
         added, without its list marker.
         """
-        line, _, rest = self.message.partition("\n")
+        line, _, rest = join_problems(self.message).partition("\n")
         if not line.endswith(":"):
             return line
         first_item = rest.partition("\n")[0].strip().removeprefix("- ")

@@ -43,7 +43,7 @@ from tasks.record.fruitless import (
     list_fruitless_attempts,
 )
 from tasks.record.metrics_file import FileFingerprint
-from tasks.record.outcome import Failure, Verdict
+from tasks.record.outcome import Failure, Verdict, join_problems
 from tasks.record.places import AttemptPlace, RunPlace, muster_home
 from tasks.record.resume_check import explain_unchecked
 from tasks.record.retries import PREFLIGHT
@@ -830,7 +830,7 @@ class RunSession:
         elif is_cancelled and verdict.state in (RunState.COMPLETED, RunState.FAILED):
             message = (
                 f"{interrupt_reason}, after the last attempt had ended. Result of this attempt: "
-                f"{verdict.message}"
+                f"{join_problems(verdict.message)}"
             )
             verdict = replace(verdict, state=RunState.CANCELLED, message=message, failure=None)
         elif verdict.state is RunState.CANCELLED and self.interrupt_reason:

@@ -450,7 +450,8 @@ def conclude(run: RunSession) -> State[Any]:
     verdict = run.close(is_cancelled=is_cancelled, cancellation=cancellation)
     make_state = STATE_OF.get(verdict.state)
     if make_state is not None:
-        return make_state(message=add_unwritten_files(verdict.message, run.unwritten_files))
+        message = run.place.shorten_paths(verdict.message)
+        return make_state(message=add_unwritten_files(message, run.unwritten_files))
     last_attempt = run.record.content.attempt
     summary = run.mask(summarize_failure(verdict.message, run.place, last_attempt))
     return Failed(message=add_unwritten_files(summary, run.unwritten_files))

@@ -824,6 +824,23 @@ async def test_messages_after_the_stop_of_an_unresponsive_component_are_no_evide
     assert "SignalException" not in failure.message + failure.log_tail
 
 
+async def test_unknown_step_and_a_loss_that_is_nan_are_two_warnings(
+    begin: MakeAttempt, events: Events, tmp_path: Path
+) -> None:
+    alarms = Watch().choose_rules("sft")
+    progress = Progress(jsonl="metrics.jsonl", step="step", total=20)
+    attempt = await begin(plan={"progress": progress, "alarms": alarms}, trainer="complete")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 9, "loss": NaN}\n')
+
+    process("trainer").ends(1.0, code=0)
+    verdict = await verdict_of(attempt)
+
+    first, second = verdict.message.split("\n")
+    assert first.startswith("warning: trainer ended with exit code 0 at step 9 of 20")
+    assert second == "warning: loss is nan since step 9"
+    assert [name for name, _ in events].count("run.warning") == 2
+
+
 async def test_end_of_a_training_without_a_known_step_says_why_the_step_is_unknown(
     begin: MakeAttempt, events: Events, tmp_path: Path
 ) -> None:

@@ -506,6 +506,18 @@ def test_record_without_the_end_of_the_run_is_named(tmp_path: Path, state: str) 
     assert "not ended" not in text
 
 
+def test_each_warning_of_a_completed_run_is_on_its_own_line(tmp_path: Path) -> None:
+    message = "warning: step 9 of 9, but loss is nan\nwarning: no checkpoint was found"
+
+    shown = block(state="completed", message=message)
+
+    assert shown == [
+        "",
+        "completed: warning: step 9 of 9, but loss is nan",
+        "           warning: no checkpoint was found",
+    ]
+
+
 def test_complete_record_is_not_called_incomplete(run_record: Path) -> None:
     lines = block(state="failed", message=MESSAGE, record_path=run_record)
 

@@ -6,7 +6,7 @@ import json
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -252,6 +252,59 @@ def test_list_shows_the_first_fault_of_a_spec(
 
     row = capsys.readouterr().out.splitlines()[0].split("\t")
     assert row[4] == "USER_ERROR: the spec has 2 faults: name: missing"
+
+
+def write_run_with_two_problems() -> tuple[str, str]:
+    """Write the record of a completed run with two warnings, and return the warnings."""
+    folder = RunPlace.of(OLD).directory
+    problems = (
+        f"warning: trainer ended, but {folder}/attempt-01/metrics.jsonl does not exist",
+        f"warning: no checkpoint was found in {folder}/checkpoints",
+    )
+    attempts = [{"number": 1, "state": "completed"}]
+    write_record(OLD, message="\n".join(problems), attempts=attempts)
+    return problems
+
+
+def test_list_on_a_terminal_shows_the_first_problem_of_a_run(
+    muster_home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run_with_two_problems()
+    monkeypatch.setattr(run_verbs, "is_on_terminal", lambda: True)
+    monkeypatch.setenv("COLUMNS", "300")
+
+    run_verb(LS, [])
+
+    line = capsys.readouterr().out.splitlines()[1]
+    assert line.endswith(
+        "warning: trainer ended, but attempt-01/metrics.jsonl does not exist (and 1 more)"
+    )
+
+
+def test_list_without_a_terminal_has_all_problems_of_a_run_in_one_line(
+    muster_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = write_run_with_two_problems()
+
+    run_verb(LS, [])
+
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.split("\t")[4] == f"{first}; {second.removeprefix('warning: ')}"
+
+
+@pytest.mark.parametrize("verb", [why, show, explain])
+def test_each_problem_of_a_run_is_on_its_own_line(
+    verb: Callable[..., object], muster_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problems = write_run_with_two_problems()
+
+    run_verb(App(name="verb", default_command=verb), [OLD])
+
+    lines = capsys.readouterr().out.splitlines()
+    assert [[line.endswith(problem) for line in lines].count(True) for problem in problems] == [
+        1,
+        1,
+    ]
 
 
 @pytest.fixture

@@ -7,7 +7,14 @@ import signal
 
 import pytest
 
-from tasks.record.outcome import Exit, Failure, Verdict, signal_name
+from tasks.record.outcome import (
+    Exit,
+    Failure,
+    Verdict,
+    join_problems,
+    list_problems,
+    signal_name,
+)
 from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
 
@@ -43,6 +50,28 @@ def test_failed_verdict_begins_with_its_kind() -> None:
     assert verdict.state is RunState.FAILED
     assert verdict.message == "CUDA_OOM: trainer left"
     assert verdict.failure is FAILURE
+
+
+def test_each_further_warning_of_a_verdict_is_on_its_own_line() -> None:
+    verdict = Verdict(state=RunState.COMPLETED, message="step 9 of 9")
+
+    warned = verdict.with_warning("loss is nan").with_warning("no checkpoint; folder a is empty")
+
+    problems = [
+        "warning: step 9 of 9, but loss is nan",
+        "warning: no checkpoint; folder a is empty",
+    ]
+    assert warned.message == "\n".join(problems)
+    assert list_problems(warned.message) == problems
+    assert join_problems(warned.message) == (
+        "warning: step 9 of 9, but loss is nan; no checkpoint; folder a is empty"
+    )
+
+
+@pytest.mark.parametrize("message", ["", "step 9 of 9", "the spec has 2 faults:\n  - a\n  - b"])
+def test_message_without_warnings_is_a_single_problem(message: str) -> None:
+    assert list_problems(message) == [message]
+    assert join_problems(message) == message
 
 
 def test_failure_has_all_documented_keys() -> None:

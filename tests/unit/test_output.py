@@ -7,6 +7,7 @@ import io
 import logging
 import sys
 from contextlib import redirect_stderr
+from dataclasses import replace
 from typing import TextIO, cast
 
 import pytest
@@ -231,6 +232,28 @@ def test_run_takes_more_lines_on_a_narrower_terminal(width: int, lines: int) -> 
 
     assert len(listed) == lines
     assert all(line.cell_len <= width for line in listed)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_note_about_further_problems_stays_visible_after_a_cut_message(width: int) -> None:
+    message = "warning: trainer ended with exit code 0, but " + "its step is unknown " * 20
+    run = replace(RUNS[0], message=message, omitted_problems=1)
+
+    lines = [line.plain for line in list_runs([run], width)]
+
+    [line] = [line for line in lines if "warning" in line]
+    assert line.endswith("… (and 1 more)")
+    assert len(line) <= width
+
+
+def test_note_follows_a_short_message_at_once() -> None:
+    run = ListedRun(
+        run_id="x", state="completed", age="", host="", message="warning: a", omitted_problems=2
+    )
+
+    *_, line = list_runs([run], 100)
+
+    assert line.plain.endswith("warning: a (and 2 more)")
 
 
 def risky_calls(source: str) -> list[str]:

@@ -188,7 +188,9 @@ def test_exit_zero_before_the_last_step_is_a_warning(run_case: RunCase) -> None:
         "trainer ended with exit code 0 at step 12 of 30. If a run that ends before step 30 should "
         "count as failed, write `success: {step: 30}` into the spec"
     )
-    assert record.message.startswith(f"warning: {warning}; no checkpoint was found in ")
+    first, second = record.message.split("\n")
+    assert first == f"warning: {warning}"
+    assert second.startswith("warning: no checkpoint was found in ")
     assert record.attempts[0].warnings[0] == warning
 
 

@@ -17,6 +17,7 @@ from tasks.processes.component import AttemptPlan
 from tasks.processes.stop_notes import describe_stopped_worker, write_stop_notes
 from tasks.processes.supervisor import Supervisor
 from tasks.record.cancellation_note import take_note, write_note
+from tasks.record.outcome import Verdict
 from tasks.record.places import RunPlace
 from tasks.record.states import RunState
 from tasks.server.interruption import Change, ObservedFlowRun
@@ -245,6 +246,22 @@ def test_cancel_that_no_other_thread_has_noticed_counts_at_the_end(
     assert "the data is broken" in message
     is_cancelled = state is RunState.CANCELLED
     assert message.startswith("cancelled from Prefect: by ada, after") is is_cancelled
+
+
+def test_message_of_the_flow_run_names_paths_in_the_folder_of_the_run_without_this_folder(
+    muster_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks, "observe_flow_run", lambda _: ObservedFlowRun(change=Change.NONE))
+    run = make_run()
+    folder = run.place.directory
+    message = f"nothing in {folder}/a, file://{folder}/b, {folder}-2/c and {folder}"
+    verdict = Verdict(state=RunState.COMPLETED, message=message)
+    monkeypatch.setattr(run, "close", lambda **_: verdict)
+
+    final_state = conclude(run)
+
+    expected = f"nothing in a, file://{folder}/b, {folder}-2/c and {folder}"
+    assert final_state.message == expected
 
 
 @pytest.mark.parametrize(
