@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -59,6 +60,7 @@ from tasks.processes.start_errors import describe_start_error
 from tasks.processes.time_to_save import TimeToSave
 from tasks.record.advice import advise_unexplained_exit
 from tasks.record.causes import Cause, Role, find_cause, last_lines
+from tasks.record.crash_stack import find_crash_place
 from tasks.record.events import Emit
 from tasks.record.log_bound import LogBound
 from tasks.record.outcome import (
@@ -201,6 +203,7 @@ def make_failure(
     kind: FailureKind | None = None,
     exit: Exit | None = None,
     evidence: DeathEvidence = _NO_EVIDENCE,
+    folder: Path | None = None,
 ) -> Failure:
     """Return the failure of a component, with the cause that is found in its log.
 
@@ -215,6 +218,8 @@ def make_failure(
         exit: Exit of the component; None if it has not ended.
         evidence: Facts that the kernel and the launcher report about the deaths of the component's
             processes.
+        folder: Working directory of the component. The message names the user's own code by a path
+            relative to this folder. None if unknown.
     """
     evidence = replace(
         evidence,
@@ -324,10 +329,18 @@ def make_failure(
         hint = f"{observation} {hint}"
     elif has_unclear_cause and first_rank is not None and first_rank.signal_name == "SIGTERM":
         hint = f"SIGTERM ended {first_rank.short_name}. {_SIGNAL_HINTS['SIGTERM']}"
+    if cause_line:
+        message = f"{message}: {cause_line}"
+    if exit is not None:
+        # The components have the variable PYTHONFAULTHANDLER, so the log may contain the call stack
+        # of a crashed Python process.
+        crash_signal = signal_of_death or _signal_of_shell(exit) or ""
+        if place := find_crash_place(own_text, crash_signal, folder):
+            message = f"{message}, in {place}"
     return Failure(
         kind=kind,
         component=component,
-        message=f"{message}: {cause_line}" if cause_line else message,
+        message=message,
         exit_code=exit.exit_code if exit else None,
         signal=exit_signal,
         rule=rule,
@@ -1424,6 +1437,7 @@ class SupervisedAttempt:
                 kind=kind,
                 exit=exit,
                 evidence=evidence,
+                folder=component.plan.command.cwd,
             )
             failure = failure.with_changes(hint=failure.hint or hint)
             failure = name_full_disk(failure, file_systems)

@@ -34,6 +34,7 @@ from tasks.processes.machine import read_gpus
 from tasks.processes.ports import list_sockets, listening_inodes
 from tasks.processes.sockets import describe_connections
 from tasks.processes.tree import all_pids, is_zombie, machine, read_environment
+from tasks.record.crash_stack import is_own_code, read_frame
 from tasks.record.log_file import HeldLog
 from tasks.spec.formatting import format_datetime, join_commas
 
@@ -105,9 +106,6 @@ _ASKED_AT_MOST = 32
 #: Largest number of ranks that are named together as probable causes of a hang. If even more ranks
 #: are equally probable causes, only one of these ranks is named.
 _SUSPECTS_AT_MOST = 3
-#: If the path of a source file contains one of these texts, the file is library code and not the
-#: program's own code.
-_NOT_OWN = ("/lib/python", "-packages/", "<frozen", ".pyx")
 #: If the path of a source file contains this text, the file is Muster's wrapper of a Ray job and
 #: not the program's own code.
 _WRAPS = "/muster_driver/"
@@ -426,16 +424,11 @@ def _find_own_frame(frames: Sequence[Mapping[str, Any]]) -> int | None:
     for position, frame in enumerate(frames):
         if _STARTS_CHILD.search(_format_frame(frame)):
             return None
-        if _is_own(frame["filename"]):
+        if is_own_code(frame["filename"]):
             called = _format_frame(frames[position - 1]) if position else ""
             is_start = frame["filename"] == "<string>" and _STARTS_PROCESS.search(called)
             return None if is_start else position
     return None
-
-
-def _is_own(path: str) -> bool:
-    """Return True if a source file is the program's own code and not that of a library."""
-    return not any(part in path for part in _NOT_OWN)
 
 
 def _describe_gpus(gpu_state: Mapping[str, Any]) -> str:
@@ -606,8 +599,6 @@ _COPIED_WITHIN_S = 1.0
 _BEFORE_KILL_S = 1.0
 #: Largest number of bytes of the log that are copied into the report.
 _LOG_BYTES_AT_MOST = 1 << 20
-#: Pattern of a line with a stack frame in the output of Python's faulthandler.
-_FAULTHANDLER_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -736,14 +727,14 @@ class Diagnosis:
             output = f.read(_LOG_BYTES_AT_MOST).decode(errors="replace")
         if output:
             self._write(f"New output in {self.log.path.name}:\n{output}")
-        for path, line, name in _FAULTHANDLER_FRAME.findall(output):
-            if not self.hangs_in and _is_own(path):
+        for frame in filter(None, map(read_frame, output.split("\n"))):
+            if not self.hangs_in and is_own_code(frame.path):
                 # py-spy has found no place in the program's own code. For example, the kernel may
                 # forbid py-spy to read a process that py-spy has not started. So take the place
                 # from the call stack that faulthandler has written into the log.
-                frame = f"{name} ({os.path.basename(path)}:{line})"
+                place = f"{frame.function} ({os.path.basename(frame.path)}:{frame.line})"
                 self.hangs_in = (
-                    f"{frame} (on node {host_name()}, in a descendant of process "
+                    f"{place} (on node {host_name()}, in a descendant of process "
                     f"{self.process.pid})"
                 )
 

@@ -1,0 +1,131 @@
+"""Find the place in the user's own code at which a Python process crashed.
+
+Python's faulthandler, which Muster enables for all components, writes the call stacks of a process
+into the log before a signal such as SIGSEGV ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+#: Texts of faulthandler for the signals that end a process after an error in its code. Source:
+#: CPython, Modules/faulthandler.c.
+_ERRORS = {
+    "SIGSEGV": "Segmentation fault",
+    "SIGABRT": "Aborted",
+    "SIGBUS": "Bus error",
+    "SIGFPE": "Floating[- ]point exception",
+    "SIGILL": "Illegal instruction",
+}
+#: Matches the line above the call stack of the thread that crashed.
+_CRASHED_THREAD = re.compile(
+    r"(?:Current thread 0x[0-9a-f]+[^\n]*|Stack) \(most recent call first\):"
+)
+#: Matches the lines that follow the call stack of the thread that crashed.
+_END_OF_STACK = re.compile(r"\s*$|Thread 0x|Current thread|Extension modules:|Fatal Python error")
+#: Matches a line of a call stack that faulthandler has written.
+_FRAME = re.compile(r'^  File "(?P<path>.+)", line (?P<line>\d+) in (?P<function>.+)$')
+#: Largest number of characters after a fatal error that are searched. faulthandler writes at most
+#: 100 calls for each thread.
+_MAX_CHARACTERS = 100_000
+#: If the path of a source file contains one of these texts, the file is library code and not the
+#: program's own code.
+_NOT_OWN = ("/lib/python", "-packages/", "<frozen", ".pyx")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """One function call in a call stack that faulthandler has written."""
+
+    path: str
+    line: int
+    function: str
+
+
+def is_own_code(path: str) -> bool:
+    """Return True if a source file is the program's own code and not that of a library."""
+    return not any(part in path for part in _NOT_OWN)
+
+
+def read_frame(line: str) -> Frame | None:
+    """Return the function call in a line of faulthandler, or None for another line."""
+    match = _FRAME.match(line)
+    if match is None:
+        return None
+    return Frame(path=match["path"], line=int(match["line"]), function=match["function"])
+
+
+def find_crash_place(text: str, signal: str, folder: Path | None = None) -> str:
+    """Return the innermost line of the user's own code at which a process crashed.
+
+    Args:
+        text: The end of a log. Several processes may have written the log.
+        signal: Name of the signal that ended the process, such as `SIGSEGV`.
+        folder: Working directory of the program. A path in this folder is shown relative to the
+            folder. None if unknown.
+
+    Returns:
+        A text such as `step (model/block.py:31)`. An empty string if the log contains no stack of a
+        process with this signal, if the stack contains no code of the user, or if several processes
+        crashed at different places.
+    """
+    if signal not in _ERRORS:
+        return ""
+    error = re.compile(
+        rf"^(?P<prefix>[^\n]{{0,80}}?)Fatal Python error: {_ERRORS[signal]}[ \t]*$", re.MULTILINE
+    )
+    places = set()
+    for match in error.finditer(text):
+        following = text[match.end() : match.end() + _MAX_CHARACTERS]
+        frames = _read_stack(following.splitlines()[1:], match["prefix"])
+        own_frames = [frame for frame in frames if is_own_code(frame.path)]
+        places.add(_format_place(own_frames, folder))
+    return places.pop() if len(places) == 1 else ""
+
+
+def _read_stack(lines: Iterable[str], prefix: str) -> Iterator[Frame]:
+    """Yield the calls in the stack of the thread that crashed, the innermost call first.
+
+    Args:
+        lines: The lines of the log after the fatal error. Lines of other processes may be between
+            the lines of the stack.
+        prefix: Text that a launcher has added at the beginning of each line of the process.
+    """
+    is_in_stack = False
+    for line in lines:
+        if not line.startswith(prefix):
+            continue
+        content = line.removeprefix(prefix)
+        if frame := read_frame(content):
+            if is_in_stack:
+                yield frame
+        elif _CRASHED_THREAD.match(content):
+            is_in_stack = True
+        elif is_in_stack and _END_OF_STACK.match(content):
+            return
+
+
+def _format_place(frames: Sequence[Frame], folder: Path | None) -> str:
+    """Return the first of several calls as text, or an empty string if there are no calls.
+
+    Args:
+        frames: Calls of the user's own code.
+        folder: See `find_crash_place`. If the file is not in this folder, its path is shown
+            relative to the common folder of all files of the stack.
+    """
+    if not frames:
+        return ""
+    folders = {os.path.dirname(frame.path) for frame in frames}
+    path = frames[0].path
+    base = str(folder)
+    is_inside = folder is not None and path.startswith(f"{base.rstrip('/')}/")
+    if not is_inside and all(map(os.path.isabs, folders)):
+        base = os.path.commonpath(folders)
+        is_inside = True
+    if is_inside:
+        path = os.path.relpath(path, base)
+    return f"{frames[0].function} ({path}:{frames[0].line})"
