@@ -21,11 +21,10 @@ from tasks.spec.config_paths import ConfigPath, find_config_path
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.loading import find_project_root, make_absolute, parse_yaml
 from tasks.spec.script_checkpoints import (
-    CheckpointFolder,
-    find_checkpoint_folder,
     find_constant_folder,
     find_loading_options,
     find_saving_option,
+    find_subfolder,
 )
 from tasks.spec.script_imports import ImportFinder
 from tasks.spec.script_loops import StepLoop, find_step_loop
@@ -468,13 +467,13 @@ class _SpecWriter:
         self._config_metrics = self._find_config_path(Purpose.METRICS)
         #: Metrics file that the script itself writes, or None if unknown.
         self._written_metrics: WrittenMetrics | None = None
-        #: Folder in the output folder of the script in which the script saves its checkpoints. None
-        #: if the script saves its checkpoints directly in the output folder.
-        self._subfolder: CheckpointFolder | None = None
+        #: Path of the checkpoints relative to the output folder of the script. Empty if the script
+        #: saves its checkpoints directly in the output folder.
+        self._subfolder = ""
         if self._reader is not None:
             self._written_metrics = find_written_metrics(self._reader)
             if name := self._checkpoints_setting:
-                self._subfolder = find_checkpoint_folder(self._reader, name)
+                self._subfolder = find_subfolder(self._reader, name)
 
     @property
     def _checkpoints_setting(self) -> str:
@@ -499,8 +498,8 @@ class _SpecWriter:
             path = config.path
             if self._reader is not None and config.is_fixed:
                 key = config.key.rpartition(".")[2]
-                subfolder = find_checkpoint_folder(self._reader, key)
-                path = f"{path.rstrip('/')}/{subfolder.subfolder}" if subfolder else path
+                subfolder = find_subfolder(self._reader, key)
+                path = f"{path.rstrip('/')}/{subfolder}" if subfolder else path
             reason = f"because of the key {config.key} in {config.file}"
             return OwnFolder(path=path, is_fixed=config.is_fixed, reason=reason)
         path = find_constant_folder(self._reader) if self._reader is not None else ""
@@ -582,9 +581,7 @@ class _SpecWriter:
     @property
     def _output_folder(self) -> str:
         """Value of the script's option for its checkpoints, or for its output folder."""
-        subfolder = self._subfolder
-        is_run_folder = subfolder is not None and not subfolder.owns_output_folder
-        return "${run.dir}" if is_run_folder else "${run.dir}/checkpoints"
+        return "${run.dir}/output" if self._subfolder else "${run.dir}/checkpoints"
 
     @property
     def _metrics_beside_checkpoints(self) -> str | None:
@@ -647,6 +644,11 @@ class _SpecWriter:
         if flag is not None and flag.purpose is Purpose.RESUME_FLAG:
             explanation = "without a checkpoint, the script must start at its first step"
             command += f"\n    # {flag.name}: {explanation}"
+        if option := self._used_options.get(Purpose.RESUME_FROM):
+            command += (
+                f"\n    # {option.name}: this value is empty if there is no checkpoint. The script "
+                "must then start\n    # at its first step."
+            )
         if self._starts_own_ranks:
             command += f"\n{self._templates['own_ranks_comment'].rstrip()}"
         if "PROCESSES" in command and not self._gpus:
@@ -669,8 +671,8 @@ class _SpecWriter:
         Args:
             text: The key as the template contains it.
         """
-        if self._subfolder is not None:
-            path = f"{self._output_folder}/{self._subfolder.subfolder}"
+        if self._subfolder:
+            path = f"{self._output_folder}/{self._subfolder}"
             text = text.replace('"${run.dir}/checkpoints"', json.dumps(path))
             option = self._used_options.get(Purpose.CHECKPOINTS)
             name = option.name if option else self._variables[Purpose.CHECKPOINTS]

@@ -37,18 +37,7 @@ _OTHER_LOAD = re.compile(r"(?:json|yaml|toml|tomllib|OmegaConf|pickle|spacy)\.lo
 _RESUME_ARGUMENTS = ("ckpt_path", "resume_from_checkpoint")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointFolder:
-    """A subfolder of a script's output folder that contains the checkpoints of the script."""
-
-    #: Path of the subfolder, relative to the output folder, such as `checkpoints`.
-    subfolder: str
-    #: True if the script removes the output folder, or fails if the output folder exists. Such a
-    #: script must not get a folder that contains files of Muster.
-    owns_output_folder: bool
-
-
-def find_checkpoint_folder(reader: PathReader, option: str) -> CheckpointFolder | None:
+def find_subfolder(reader: PathReader, option: str) -> str:
     """Return the subfolder of an output folder in which a Python script saves its checkpoints.
 
     Args:
@@ -57,8 +46,9 @@ def find_checkpoint_folder(reader: PathReader, option: str) -> CheckpointFolder 
             for `args.out`.
 
     Returns:
-        None if the script saves its checkpoints directly in the output folder, or if the subfolder
-        is not clear.
+        Path of the subfolder, relative to the output folder, such as `checkpoints`. Empty if the
+        script saves its checkpoints directly in the output folder, or if the subfolder is not
+        clear.
     """
     calls = [*_list_calls(reader, option)]
     of_libraries = set(_find_library_folders(reader, calls))
@@ -75,12 +65,7 @@ def find_checkpoint_folder(reader: PathReader, option: str) -> CheckpointFolder 
     # The most reliable facts come first. The text "" stands for the output folder itself.
     groups = (of_libraries, named & saved, named, saved | mentioned)
     folders = next(filter(None, groups), {""})
-    subfolder = folders.pop() if len(folders) == 1 else ""
-    if not subfolder:
-        return None
-    return CheckpointFolder(
-        subfolder=subfolder, owns_output_folder=_owns_output_folder(reader, calls)
-    )
+    return folders.pop() if len(folders) == 1 else ""
 
 
 def find_saving_option(reader: PathReader) -> str:
@@ -188,30 +173,6 @@ def _list_calls(reader: PathReader, option: str) -> Iterator[_PathCall]:
             path = reader.read(argument, scope)
             if path.option == option:
                 yield _PathCall(call=call, path=path, argument=name)
-
-
-def _owns_output_folder(reader: PathReader, calls: Sequence[_PathCall]) -> bool:
-    """Return True if a call removes the output folder, or fails if the output folder exists.
-
-    A call in `if not os.path.exists(args.out):` does not fail.
-    """
-    own_calls = [call.call for call in calls if not call.path.parts]
-    tests = {
-        expression.operand
-        for expression, _ in reader.expressions
-        if isinstance(expression, ast.UnaryOp) and isinstance(expression.op, ast.Not)
-    }
-    is_tested = any(
-        get_called_name(call) in ("exists", "isdir", "is_dir") and call in tests
-        for call in own_calls
-    )
-    for call in own_calls:
-        name = get_called_name(call)
-        allows_existing = any(keyword.arg == "exist_ok" for keyword in call.keywords)
-        is_refused = name in ("mkdir", "makedirs") and not allows_existing and not is_tested
-        if name == "rmtree" or is_refused:
-            return True
-    return False
 
 
 def _list_paths(reader: PathReader, option: str) -> Iterator[ScriptPath]:

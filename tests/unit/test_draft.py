@@ -28,6 +28,7 @@ TRL_YAML = "model_name_or_path: m\ndataset_name: d\n"
 PRIME_TOML = 'max_steps = 20\n[orchestrator]\nbatch_size = 8\n[trainer.model]\nname = "m"\n'
 TORCHRUN = "import torch.distributed as dist\ndist.init_process_group()\n"
 SAVED = "${run.dir}/checkpoints"
+OUTPUT = "${run.dir}/output"
 METRICS = "${attempt.dir}/metrics.jsonl"
 SCRIPT_WITH_OPTIONS = """\
 import argparse
@@ -578,8 +579,8 @@ def test_checkpoints_are_searched_in_the_subfolder_in_which_the_script_saves(
 ) -> None:
     spec = load_with_saves(tmp_path, *statements)
 
-    assert get_output_folders(spec) == ("${run.dir}", f"${{run.dir}}/{subfolder}")
-    assert spec.progress is not None and spec.progress.jsonl == "${run.dir}/metrics.jsonl"
+    assert get_output_folders(spec) == (OUTPUT, f"{OUTPUT}/{subfolder}")
+    assert spec.progress is not None and spec.progress.jsonl == f"{OUTPUT}/metrics.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -663,13 +664,13 @@ def test_options_that_a_library_makes_from_a_dataclass_are_used(
     draft = draft_spec(folder)
     spec = load_draft(folder)
 
-    names = ("run_dir", "${run.dir}", "resume_from", "${attempt.resume_from}", "num_steps", "40")
+    names = ("run_dir", OUTPUT, "resume_from", "${attempt.resume_from}", "num_steps", "40")
     words = [f"--{word.replace('_', separator)}" for word in names[::2]]
     assert draft.missing_arguments == ("--data",)
     command = spec.processes["trainer"].command
     for word, value in zip(words, names[1::2], strict=True):
         assert command[command.index(word) + 1] in (value, "${progress.total}")
-    assert spec.processes["trainer"].checkpoints == "${run.dir}/ckpts"
+    assert spec.processes["trainer"].checkpoints == f"{OUTPUT}/ckpts"
 
 
 def test_parameters_of_a_function_are_options_with_tyro(tmp_path: Path) -> None:
@@ -700,23 +701,24 @@ SAVE
     ("save", "checkpoints", "root"),
     [
         ('torch.save({}, f"{args.root}/step-{step}.pt")', SAVED, SAVED),
-        ('torch.save({}, f"{args.root}/ckpts/{step}.pt")', "${run.dir}/ckpts", "${run.dir}"),
+        ('torch.save({}, f"{args.root}/ckpts/{step}.pt")', f"{OUTPUT}/ckpts", OUTPUT),
         (
             'L.Trainer(callbacks=[ModelCheckpoint(dirpath=args.root + "/saved")])',
-            "${run.dir}/saved",
-            "${run.dir}",
+            f"{OUTPUT}/saved",
+            OUTPUT,
         ),
     ],
 )
 def test_calls_that_save_and_load_show_the_purpose_of_an_option(
     tmp_path: Path, save: str, checkpoints: str, root: str
 ) -> None:
-    spec, _ = draft_script(tmp_path, UNCLEAR_OPTIONS.replace("SAVE", save))
+    spec, text = draft_script(tmp_path, UNCLEAR_OPTIONS.replace("SAVE", save))
 
     trainer = spec.processes["trainer"]
     assert trainer.checkpoints == checkpoints
     arguments = ("--root", root, "--ckpt", "${attempt.resume_from}")
     assert trainer.command == ("python", "train.py", *arguments)
+    assert "# --ckpt: this value is empty if there is no checkpoint." in text
 
 
 def test_folder_with_a_checkpoint_of_the_script_is_not_loaded_as_a_checkpoint(
@@ -770,7 +772,7 @@ def test_script_with_an_unclear_folder_must_read_a_variable(
     assert 'os.environ["CHECKPOINTS"]' in capsys.readouterr().out
 
 
-def test_variable_with_the_parent_folder_of_the_checkpoints_gets_the_run_folder(
+def test_variable_with_the_parent_folder_of_the_checkpoints_gets_an_output_folder(
     tmp_path: Path,
 ) -> None:
     source = (
@@ -781,9 +783,9 @@ def test_variable_with_the_parent_folder_of_the_checkpoints_gets_the_run_folder(
 
     spec, _ = draft_script(tmp_path, source)
 
-    assert spec.env["OUTPUT_DIR"] == "${run.dir}"
-    assert spec.processes["trainer"].checkpoints == "${run.dir}/checkpoints"
-    assert spec.progress is not None and spec.progress.jsonl == "${run.dir}/metrics.jsonl"
+    assert spec.env["OUTPUT_DIR"] == OUTPUT
+    assert spec.processes["trainer"].checkpoints == f"{OUTPUT}/checkpoints"
+    assert spec.progress is not None and spec.progress.jsonl == f"{OUTPUT}/metrics.jsonl"
 
 
 def test_subfolder_and_metrics_file_in_the_folder_of_a_configuration_file_are_used(
@@ -805,27 +807,6 @@ def test_subfolder_and_metrics_file_in_the_folder_of_a_configuration_file_are_us
 
 
 @pytest.mark.parametrize(
-    ("statement", "output_folder"),
-    [
-        ("shutil.rmtree(args.out)", SAVED),
-        ("os.makedirs(args.out)", SAVED),
-        ("Path(args.out).mkdir(parents=True)", SAVED),
-        ("os.makedirs(args.out, exist_ok=True)", "${run.dir}"),
-        ("os.path.exists(args.out) or os.makedirs(args.plots)", "${run.dir}"),
-        ("if not os.path.exists(args.out): os.makedirs(args.out)", "${run.dir}"),
-    ],
-)
-def test_script_that_removes_its_output_folder_does_not_get_the_folder_of_the_run(
-    tmp_path: Path, statement: str, output_folder: str
-) -> None:
-    save = 'torch.save({}, os.path.join(args.out, "checkpoints", f"{step}.pt"))'
-
-    spec = load_with_saves(tmp_path, statement, save)
-
-    assert get_output_folders(spec) == (output_folder, f"{output_folder}/checkpoints")
-
-
-@pytest.mark.parametrize(
     ("declaration", "parameter"),
     [('"--out-dir", "folder"', "folder"), ('"-o", "--out-dir", "--output"', "out_dir")],
 )
@@ -842,7 +823,7 @@ def test_subfolder_of_a_click_option_is_found(
 
     spec = load_draft(project(tmp_path, {"train.py": source}))
 
-    assert get_output_folders(spec) == ("${run.dir}", "${run.dir}/ckpts")
+    assert get_output_folders(spec) == (OUTPUT, f"{OUTPUT}/ckpts")
 
 
 def test_subfolder_in_which_an_imported_module_saves_is_found(tmp_path: Path) -> None:
@@ -856,7 +837,7 @@ def test_subfolder_in_which_an_imported_module_saves_is_found(tmp_path: Path) ->
 
     spec = load_draft(project(tmp_path, files))
 
-    assert get_output_folders(spec) == ("${run.dir}", "${run.dir}/checkpoints")
+    assert get_output_folders(spec) == (OUTPUT, f"{OUTPUT}/checkpoints")
 
 
 @pytest.mark.parametrize(
