@@ -271,7 +271,7 @@ def summarize_run(
     if len(attempts) < len(record.attempts):
         yield f"{len(record.attempts) - len(attempts)} earlier attempts are not shown"
     for attempt in attempts:
-        yield from _summarize_attempt(attempt)
+        yield from _summarize_attempt(attempt, record.message)
 
     last = record.attempt
     if last is not None and last.failure is not None:
@@ -291,8 +291,13 @@ def summarize_run(
     yield f"files: {place.directory}"
 
 
-def _summarize_attempt(attempt: AttemptRecord) -> Iterator[str]:
-    """Yield a line about an attempt, and lines about its checkpoint, components and alarms."""
+def _summarize_attempt(attempt: AttemptRecord, message: str) -> Iterator[str]:
+    """Yield a line about an attempt, and lines about its checkpoint, components and alarms.
+
+    Args:
+        message: Message of the run. The summary already contains it, so warnings in it are left
+            out here.
+    """
     ended = attempt.ended_at
     parts = [f"attempt {attempt.number}: {attempt.ending}"]
     parts.append(format_duration(ended - attempt.started_at) if ended is not None else "not ended")
@@ -307,7 +312,7 @@ def _summarize_attempt(attempt: AttemptRecord) -> Iterator[str]:
     yield ", ".join(parts)
 
     # Shorten only texts from programs. Muster itself wrote the remarks, so keep them whole.
-    remarks = [f"  {text}" for text in describe_attempt(attempt)]
+    remarks = [f"  {text}" for text in describe_attempt(attempt) if text not in message]
     yield from _limit_lines(remarks, "remarks")
     components = [
         f"  {name}: {describe_component_state(attempt, name)}" for name in attempt.components

@@ -238,6 +238,19 @@ def test_summary_does_not_cut_the_reason_for_a_checkpoint(place: RunPlace) -> No
     assert reason in text and checkpoint in text
 
 
+def test_summary_contains_each_warning_once(place: RunPlace) -> None:
+    record = json.loads(place.record.read_text())
+    record["message"] = "warning: no checkpoint was found\nwarning: the log is cut"
+    record["attempts"][1]["warnings"] = ["no checkpoint was found", "a probe was slow"]
+    place.record.write_text(json.dumps(record | {"state": "completed"}))
+
+    text = tell_story(find_run("latest"))
+
+    assert text.count("no checkpoint was found") == 1
+    assert text.count("the log is cut") == 1
+    assert "  a probe was slow" in text
+
+
 def test_summary_of_a_thousand_attempts_has_less_than_sixty_lines(place: RunPlace) -> None:
     record = json.loads(place.record.read_text())
     attempts = [{**record["attempts"][0], "number": number} for number in range(1, 1001)]
