@@ -27,7 +27,7 @@ from tasks.spec.script_checkpoints import (
     find_subfolder,
 )
 from tasks.spec.script_imports import ImportFinder
-from tasks.spec.script_loops import StepLoop, find_step_loop
+from tasks.spec.script_loops import StepLoop, find_step_loop, may_end_early
 from tasks.spec.script_metrics import WrittenMetrics, find_written_metrics
 from tasks.spec.script_options import Purpose, ScriptOption, read_options, read_variables
 from tasks.spec.script_paths import PathReader
@@ -628,6 +628,8 @@ class _SpecWriter:
                 # The key `success` makes a run fail if Muster does not find the last training step
                 # in the metrics. This script may not write the step, so write the key as a comment.
                 text = self._templates["unproven_step"] + text.replace("success:", "# success:")
+            elif part.startswith("success") and may_end_early(self._script.content):
+                text = self._templates["early_end"] + text.replace("success:", "# success:")
             elif part == "steps":
                 text = self._write_steps(text)
             elif part == "checkpoints":
@@ -850,7 +852,7 @@ class _SpecWriter:
         option = self._used_options.get(Purpose.STEPS)
         if option is not None:
             return option.default_number
-        match = _STEPS.search(self._script.content)
+        match = _STEPS.search(_PROSE.sub("", self._script.content))
         if match is not None:
             return int(match[1]) or None
         return self._step_loop.total if self._step_loop is not None else None

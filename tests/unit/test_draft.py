@@ -461,6 +461,27 @@ def test_metrics_that_a_script_writes_beside_its_checkpoints_are_read(
     assert spec.success is not None and spec.success.step == 40
 
 
+def test_training_that_may_end_early_completes_without_its_last_step(tmp_path: Path) -> None:
+    source = OWN_METRICS.replace("OPEN", 'open(out / "metrics.jsonl", "a")')
+    folder = project(tmp_path, {"train.py": f"{source}    if step > 9: break\n"})
+
+    draft = draft_spec(folder)
+    spec = load_draft(folder)
+
+    assert spec.progress is not None and spec.progress.total == 40
+    assert spec.success is None
+    assert "# success: {step: 40}" in draft.text
+
+
+def test_number_of_steps_in_a_comment_does_not_count(tmp_path: Path) -> None:
+    source = '"""Usage: train.py with max_steps=10"""\n# total_steps = 20\nprint()\n'
+    folder = project(tmp_path, {"train.py": source})
+
+    spec = load_draft(folder)
+
+    assert spec.progress is not None and spec.progress.total is None
+
+
 @pytest.mark.parametrize(
     "opened",
     [
