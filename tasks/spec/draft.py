@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -28,7 +28,7 @@ from tasks.spec.script_checkpoints import (
 )
 from tasks.spec.script_imports import ImportFinder
 from tasks.spec.script_loops import StepLoop, find_step_loop, may_end_early
-from tasks.spec.script_metrics import WrittenMetrics, find_written_metrics
+from tasks.spec.script_metrics import WrittenMetrics, find_json_keys, find_written_metrics
 from tasks.spec.script_options import Purpose, ScriptOption, read_options, read_variables
 from tasks.spec.script_paths import PathReader
 from tasks.spec.script_structure import (
@@ -91,8 +91,10 @@ _TRAINING_ARGUMENTS = re.compile(r"\b(?:HfArgumentParser|TrlParser|TrlArgumentPa
 _PROSE = re.compile(r'#[^\n]*|""".*?"""|\'\'\'.*?\'\'\'', re.DOTALL)
 #: Matches code that sets the total number of training steps, such as `max_steps=60`.
 _STEPS = re.compile(r"\b(?:max_steps|num_steps|total_steps|n_steps)\s*[=:]\s*(\d+)\b")
-#: Matches the name of the training step as a key, such as `"global_step":` in a dict.
-_STEP_KEY = re.compile(r"""["'](global_step|step|iteration|iter)["']\s*[:\]]""")
+#: Names of the training step in metrics.
+_STEP_KEYS = frozenset({"global_step", "step", "iteration", "iter"})
+#: Matches such a name in the source of a script.
+_STEP_KEY = re.compile(rf"""["']({"|".join(sorted(_STEP_KEYS))})["']\s*[:\]]""")
 #: Matches a loop over the training steps. The group contains the first argument of `range`.
 _STEP_LOOP = re.compile(
     r"\bfor\s+(?:\w*step\w*|\w*iter\w*|it?|t)\s+in\s+(?:\w+\()?range\(((?:[^(),]|\([^()]*\))*)[,)]"
@@ -843,9 +845,13 @@ class _SpecWriter:
         """
         if not self._writes_metrics:
             return None
-        texts = (self._script.content, *self._script.imported)
-        keys = {key for text in texts for key in _STEP_KEY.findall(text)}
-        return keys.pop() if len(keys) == 1 else None
+        keys: Set[str] = set()
+        if self._reader is not None:
+            keys = find_json_keys(self._reader) & _STEP_KEYS
+        if not keys:
+            texts = (self._script.content, *self._script.imported)
+            keys = {key for text in texts for key in _STEP_KEY.findall(text)}
+        return next(iter(keys)) if len(keys) == 1 else None
 
     def _find_total(self) -> int | None:
         """Return the number of training steps according to the script, or None if unknown."""

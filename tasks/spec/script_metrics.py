@@ -40,6 +40,29 @@ def find_written_metrics(reader: PathReader) -> WrittenMetrics | None:
     return found.pop() if len(found) == 1 else None
 
 
+def find_json_keys(reader: PathReader) -> frozenset[str]:
+    """Return the keys of all objects that a Python script writes as JSON.
+
+    Args:
+        reader: Reader of the script, and of the project's modules that the script imports.
+    """
+    keys: set[str] = set()
+    for expression, _ in reader.expressions:
+        match expression:
+            case ast.Call(func=ast.Attribute(attr="dumps" | "dump"), args=[content, *_]):
+                keys.update(_list_keys(content))
+    return frozenset(keys)
+
+
+def _list_keys(content: ast.expr) -> Iterator[str]:
+    """Yield the keys of an object, such as `{"step": step}` or `dict(step=step)`."""
+    match content:
+        case ast.Dict(keys=keys):
+            yield from (str(key.value) for key in keys if isinstance(key, ast.Constant))
+        case ast.Call(func=ast.Name(id="dict"), keywords=keywords):
+            yield from (keyword.arg for keyword in keywords if keyword.arg is not None)
+
+
 def _find_files(reader: PathReader) -> Iterator[WrittenMetrics]:
     """Yield the metrics files that a script and its modules open for writing."""
     for expression, scope in reader.expressions:

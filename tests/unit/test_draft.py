@@ -461,6 +461,21 @@ def test_metrics_that_a_script_writes_beside_its_checkpoints_are_read(
     assert spec.success is not None and spec.success.step == 40
 
 
+@pytest.mark.parametrize("content", ['{"iter": step, "loss": 1.0}', "dict(iter=step, loss=1.0)"])
+def test_step_key_is_read_from_the_object_that_the_script_writes_as_json(
+    tmp_path: Path, content: str
+) -> None:
+    source = OWN_METRICS.replace("OPEN", 'open(out / "metrics.jsonl", "a")')
+    source = source.replace('{"step": step, "loss": 1 / step}', content)
+    folder = project(
+        tmp_path, {"train.py": f'{source}    torch.save({{"step": step}}, out / "x")\n'}
+    )
+
+    spec = load_draft(folder)
+
+    assert spec.progress is not None and spec.progress.step == "iter"
+
+
 def test_training_that_may_end_early_completes_without_its_last_step(tmp_path: Path) -> None:
     source = OWN_METRICS.replace("OPEN", 'open(out / "metrics.jsonl", "a")')
     folder = project(tmp_path, {"train.py": f"{source}    if step > 9: break\n"})
