@@ -103,12 +103,14 @@ def _list_named_by_command(component: ComponentPlan) -> Iterator[Path]:
     and its parent folders are skipped, because other programs may write into these folders.
     """
     command = component.command
+    cwd = Path(os.path.normpath(command.cwd))
     for argument in command.argv:
         for word in dict.fromkeys((argument, *_WORD.findall(argument))):
-            path = command.cwd / word
+            # Remove `..` from the path, so that a parent folder is recognised.
+            path = Path(os.path.normpath(command.cwd / word))
             if _is_candidate(path.name):
                 yield path
-            elif "/" in word and not command.cwd.is_relative_to(path):
+            elif "/" in word and not cwd.is_relative_to(path):
                 yield from _list_files(path)
 
 

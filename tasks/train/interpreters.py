@@ -52,15 +52,25 @@ def find_command_interpreter(
         name: Name of the component.
         command: The program of the component and its arguments.
         env: Environment variables of the component in the spec.
-        cwd: Working directory of the component.
+        cwd: Working directory of the component. A relative path starts at the root of the project.
         root: See `component_interpreter`.
     """
     chosen = component_interpreter(env, root)
     search_path = select_literals(env).get("PATH") or component_search_path(env, root)
-    python = find_command_python(command, search_path, cwd)
-    if python is None or python.parent == Path(chosen.path).parent:
+    python = find_command_python(command, search_path, _find_project(root).absolute() / cwd)
+    if python is None or _is_same_interpreter(python, Path(chosen.path)):
         return chosen
     return Interpreter(path=str(python), reason=f"in the command of {name}")
+
+
+def _is_same_interpreter(python: Path, other: Path) -> bool:
+    """Return True if two paths lead to the same interpreter of the same Python environment.
+
+    The programs `python` and `python3` of an environment are usually the same interpreter. The
+    same interpreter in two environments finds different packages.
+    """
+    is_same_folder = os.path.realpath(python.parent) == os.path.realpath(other.parent)
+    return is_same_folder and os.path.realpath(python) == os.path.realpath(other)
 
 
 def describe_interpreters(spec: RunSpec, root: Path) -> str:

@@ -304,6 +304,9 @@ def _describe_change(old: _Argument, new: _Argument) -> str:
     """
     if old == new:
         return f"{old.text} moved"
+    if old.values == new.values:
+        # Only the spelling has changed, such as from `--lr=1e-3` to `--lr 1e-3`.
+        return f"{old.text} -> {new.text}"
     old_values = old.values
     new_values = new.values
     if len(old_values) == len(new_values) and old_values[1:] == new_values[1:]:
@@ -353,13 +356,22 @@ def _describe_code(
         if old_mode and new_mode and old_mode != new_mode:
             yield f"mode of {name} {old_mode:o} -> {new_mode:o}"
         try:
-            yield from _diff_texts(
-                name,
-                old_content.decode(),
-                new_content.decode(),
-                is_new=name not in old_files,
-                is_deleted=name not in new_files,
-            )
+            lines = [
+                *_diff_texts(
+                    name,
+                    old_content.decode(),
+                    new_content.decode(),
+                    is_new=name not in old_files,
+                    is_deleted=name not in new_files,
+                )
+            ]
+            yield from lines
+            if not lines and name not in old_files:
+                yield f"{name}: new empty file"
+            elif not lines and name not in new_files:
+                yield f"{name}: empty file removed"
+            elif not lines and old_content != new_content:
+                yield f"{name}: only the line ends differ"
         except UnicodeDecodeError:
             yield (
                 f"{name}: not a text file; its size changes from {len(old_content)} to "

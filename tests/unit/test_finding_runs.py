@@ -520,6 +520,7 @@ def write_specs(first: str, second: str) -> None:
         ("c: [t.py, --load, '']", "c: [t.py, --load, x]", "load (empty) -> x  (c)"),
         ("c: [t.py, --a, 1, --b]", "c: [t.py, --b, --a, 1]", "--b moved  (c)"),
         ("c: [t.py, x, y]", "c: [t.py, y]", "x removed  (c)"),
+        ("c: [t.py, --lr=6e-3]", "c: [t.py, --lr, 6e-3]", "--lr=6e-3 -> --lr 6e-3  (c)"),
         ("progress: {total: 60}", "progress: {total: 80}", "progress.total 60 -> 80"),
         ("env: {A: x}", "env: {}", "env.A x -> (none)"),
     ],
@@ -780,6 +781,33 @@ def test_diff_shows_the_code_as_a_unified_diff(
     assert "data.bin: not a text file; its size changes from 2 to 2 bytes" in text
     assert "first-value" not in text and "second-value" not in text
     assert trees[0] not in text
+
+
+def test_diff_names_files_that_differ_only_in_their_line_ends_or_are_empty(
+    muster_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "run.sh").write_bytes(b"python train.py\r\n")
+    (project / "end.py").write_text("a = 1")
+    (project / "old.py").touch()
+    trees = [read_code(store_project(project)).tree]
+    (project / "run.sh").write_bytes(b"python train.py\n")
+    (project / "end.py").write_text("a = 1\n")
+    (project / "old.py").unlink()
+    (project / "new.py").touch()
+    trees.append(read_code(store_project(project)).tree)
+    for run_id, tree in ((OLD, trees[0]), (FAILED, trees[1])):
+        write_record(run_id, provenance={"tree": tree})
+
+    lines = diff_text(capsys).splitlines()
+
+    assert {
+        "run.sh: only the line ends differ",
+        "end.py: only the line ends differ",
+        "old.py: empty file removed",
+        "new.py: new empty file",
+    } <= set(lines)
 
 
 SPEC_TEXT = """

@@ -135,7 +135,9 @@ def test_search_skips_hidden_folders_and_folders_that_are_too_deep(tmp_path: Pat
 def test_folder_above_the_working_directory_is_not_searched(tmp_path: Path) -> None:
     write_steps(tmp_path / "m.jsonl")
 
-    assert find_metrics(plan(tmp_path, "train", "/", f"{tmp_path}/")) is None
+    write_steps(tmp_path / "other" / "m.jsonl")
+
+    assert find_metrics(plan(tmp_path, "train", "/", f"{tmp_path}/", "../", "./../")) is None
 
 
 class CountingListing:

@@ -85,6 +85,40 @@ def test_advice_names_the_interpreter_in_the_command(tmp_path: Path, argument: s
     assert describe_interpreters(spec, tmp_path) == f"{named} (in the command of trainer)"
 
 
+@pytest.mark.parametrize("command", [".venv/bin/python", "./.venv/bin/python3", "link/bin/python"])
+def test_interpreter_of_the_project_in_the_command_is_the_chosen_interpreter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / ".venv" / "bin"
+    folder.mkdir(parents=True)
+    for name in ("python", "python3"):
+        (folder / name).symlink_to(sys.executable)
+    (tmp_path / "link").symlink_to(".venv")
+    spec = make_spec(command=[command, "train.py"])
+
+    verdict = name_interpreter(make_verdict(MISSING), spec)
+
+    assert verdict.failure is not None
+    assert f"{folder / 'python'} (of the project's .venv)" in verdict.failure.hint
+    assert "in the command of trainer" not in verdict.failure.hint
+
+
+def test_another_python_in_the_folder_of_the_chosen_one_is_another_interpreter(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / ".venv" / "bin"
+    folder.mkdir(parents=True)
+    (folder / "python").symlink_to(sys.executable)
+    (folder / "python3.9").write_text("#!/bin/sh\n")
+    (folder / "python3.9").chmod(0o755)
+    spec = make_spec(command=[str(folder / "python3.9"), "train.py"])
+
+    described = describe_interpreters(spec, tmp_path)
+
+    assert described == f"{folder / 'python3.9'} (in the command of trainer)"
+
+
 @pytest.mark.parametrize(
     ("text", "trainer"),
     [
