@@ -104,6 +104,11 @@ class PathReader:
         self.classes: set[str] = set()
         #: Functions by their names. A class stands for its constructor.
         self._functions: dict[str, list[_Function]] = {}
+        #: Assignments to attributes of other objects than `self`, such as `args.out = folder`. Each
+        #: has the name of the attribute, the value or None if unknown, and the scope.
+        self._attribute_values: list[tuple[str, ast.expr | None, Scope]] = []
+        #: Names of attributes to which the script assigns another value than that of the option.
+        self._overwritten: frozenset[str] = frozenset()
         #: Texts of the variables that were read.
         self._texts: dict[tuple[Scope, str], str] = {}
         #: Variables whose values are being read, so that `x = Path(x)` ends.
@@ -114,6 +119,13 @@ class PathReader:
         for expression, scope in self.expressions:
             if isinstance(expression, ast.Call):
                 self._bind_arguments(expression, scope)
+        self._overwritten = frozenset(
+            name
+            for name, value, scope in self._attribute_values
+            if value is None or self._read_text(value, scope, _MAX_DEPTH) != f"{_OPTION}{name}"
+        )
+        # The texts that were read until now do not consider the overwritten attributes.
+        self._texts.clear()
 
     def read(self, expression: ast.expr, scope: Scope) -> ScriptPath:
         """Return the path that an expression stands for.
@@ -150,6 +162,10 @@ class PathReader:
                     simple_targets.add(target)
                     if name := _name_variable(target):
                         (scope if "." not in name else module).assign(name, (value, scope))
+                    elif isinstance(target, ast.Attribute):
+                        self._attribute_values.append((target.attr, value, scope))
+                case ast.AugAssign(target=ast.Attribute(attr=name)):
+                    self._attribute_values.append((name, None, scope))
                 case ast.Name(ctx=ast.Store(), id=name) if node not in simple_targets:
                     scope.assign(name, None)
                 case ast.ClassDef(name=name, body=body):
@@ -218,7 +234,7 @@ class PathReader:
                 variable = _name_variable(node)
                 if variable and scope.find(variable) is not None:
                     return self._read_variable(variable, scope, depth - 1)
-                return f"{_OPTION}{name}"
+                return _UNKNOWN if name in self._overwritten else f"{_OPTION}{name}"
             case ast.BinOp(left=left, op=ast.Div(), right=right):
                 return "/".join(read_all([left, right]))
             case ast.BinOp(left=left, op=ast.Add(), right=right):

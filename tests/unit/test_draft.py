@@ -476,6 +476,27 @@ def test_step_key_is_read_from_the_object_that_the_script_writes_as_json(
     assert spec.progress is not None and spec.progress.step == "iter"
 
 
+@pytest.mark.parametrize(
+    ("statement", "is_known"),
+    [
+        ("args.output_dir = os.path.join(args.output_dir, args.name)", False),
+        ("args.output_dir += args.name", False),
+        ("args.output_dir = Path(args.output_dir)", True),
+    ],
+)
+def test_option_with_a_new_value_is_no_known_folder(
+    tmp_path: Path, statement: str, is_known: bool
+) -> None:
+    source = OWN_METRICS.replace("OPEN", 'open(f"{args.output_dir}/metrics.jsonl", "a")')
+    source = source.replace("out = Path", f"{statement}\nout = Path")
+    folder = project(tmp_path, {"train.py": source})
+
+    draft = draft_spec(folder)
+
+    assert ("own metrics file" in draft.text) is not is_known
+    assert (f"{SAVED}/metrics.jsonl" in draft.text) is is_known
+
+
 def test_training_that_may_end_early_completes_without_its_last_step(tmp_path: Path) -> None:
     source = OWN_METRICS.replace("OPEN", 'open(out / "metrics.jsonl", "a")')
     folder = project(tmp_path, {"train.py": f"{source}    if step > 9: break\n"})
