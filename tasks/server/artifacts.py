@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import base64
 import logging
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -71,7 +72,10 @@ def create_report(key: str, markdown: str, summary: str, log: Log) -> None:
         return
     description = "\n\n".join(map(escape_markdown, summary.splitlines()))
     try:
-        with override_client_settings(retries=1):
+        with override_client_settings(retries=1), warnings.catch_warnings():
+            # Outside a flow run, for example in `muster reconcile`, Prefect prints a warning that
+            # is of no use to users of Muster.
+            warnings.simplefilter("ignore", FutureWarning)
             create_markdown_artifact(markdown, key=key, description=description)
     except Exception as error:
         log.warning("Muster could not create an artifact of the run in the Prefect UI: %r", error)

@@ -138,7 +138,9 @@ def describe_duration(record: RunJson, now: float | None = None) -> str:
         duration = "not ended"
     endings = [attempt.ending for attempt in record.attempts]
     names = ""
-    if len(endings) > 1:
+    if len(endings) > 1 and len(set(endings)) == 1:
+        names = f" (all {endings[0]})" if len(endings) > 2 else f" (both {endings[0]})"
+    elif len(endings) > 1:
         names = f" ({join_words(endings, at_most=_MAX_NAMED_ATTEMPTS)})"
     return f"{duration}, {format_count(len(endings), 'attempt')}{names}"
 

@@ -54,14 +54,19 @@ def find_command_python(command: Sequence[str], path: str, cwd: Path) -> Path | 
     program = shutil.which(str(cwd / name) if "/" in name else name, path=path)
     if program is None:
         return None
-    if _PYTHON_NAME.fullmatch(Path(program).name):
+    if is_python_name(program):
         return Path(program)
 
     interpreter = _read_interpreter(Path(program))
-    if not _PYTHON_NAME.fullmatch(Path(interpreter).name):
+    if not is_python_name(interpreter):
         return None
     python = shutil.which(interpreter, path=path)
     return Path(python) if python is not None else None
+
+
+def is_python_name(program: str) -> bool:
+    """Return True if the path of a program ends with the name of a Python interpreter."""
+    return _PYTHON_NAME.fullmatch(Path(program).name) is not None
 
 
 def find_foreign_launcher(

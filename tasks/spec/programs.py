@@ -272,6 +272,26 @@ def find_missing_programs(spec: RunSpec, *, root: Path, path: str) -> tuple[Faul
     return tuple(faults)
 
 
+def find_python_script(component: Component | Rollout, root: Path, cwd: str) -> Path | None:
+    """Return the path of the Python script that a component runs on this machine.
+
+    Args:
+        component: The component.
+        root: Root of the project.
+        cwd: Value of the spec key `cwd` of the run.
+
+    Returns:
+        None if the command runs another program or a module, or if the script does not exist.
+    """
+    command = _get_local_command(component)
+    directory = _find_directory(component.cwd or cwd, root)
+    target = _find_target(command) if command and directory is not None else None
+    if target is None or directory is None or not target.is_python or target.is_module:
+        return None
+    script = directory / (command[target.index] or "")
+    return script if script.is_file() else None
+
+
 def _find_path(env: Env, default: str) -> str | None:
     """Return the value of PATH for a command. None if the value contains a placeholder.
 

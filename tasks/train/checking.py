@@ -36,6 +36,7 @@ from tasks.train.interpreters import (
     describe_interpreters,
     find_missing_files,
 )
+from tasks.train.missing_modules import describe_missing_modules
 from tasks.train.pipeline_check import check_pipeline, find_unfit_evaluations
 
 #: Longest time in seconds that `muster submit` waits for information about the clusters of the
@@ -179,6 +180,8 @@ def _print_result(
             "of PATH.",
             file=sys.stderr,
         )
+    for warning in describe_missing_modules(spec, root):
+        print(f"  warning: {warning}", file=sys.stderr)
     if spec.gang is None:
         print("The run requests no GPUs, so it does not wait for GPUs of a cluster.")
     for fit in fits:

@@ -51,6 +51,7 @@ from tasks.spec.loading import load_spec, locate_spec
 from tasks.spec.programs import add_active_environment
 from tasks.spec.run import LIVE_CODE, RunSpec
 from tasks.train.interpreters import describe_interpreters
+from tasks.train.missing_modules import describe_missing_modules
 from tasks.train.reporter import await_last_artifacts
 from tasks.train.run_checkpoints import with_start
 from tasks.train.session import spec_file
@@ -129,6 +130,8 @@ def run_in_terminal(spec: RunSpec, run_flow: Callable[[], State[Any]]) -> int:
                 terminal.say(f"Prefect server {url}")
                 root = Path.cwd()
                 terminal.say(f"project {root}, python {describe_interpreters(spec, root)}")
+                for warning in describe_missing_modules(spec, root):
+                    terminal.say(f"warning: {warning}", "bold yellow")
                 try:
                     state = _run_to_end(run_flow, terminal)
                 finally:

@@ -64,7 +64,7 @@ from tasks.spec.programs import add_active_environment
 from tasks.spec.run import LIVE_CODE, RunSpec
 from tasks.spec.standard_input import STANDARD_INPUT
 from tasks.train.checking import explain_misfit
-from tasks.train.interpreters import print_project
+from tasks.train.project_summary import print_project
 from tasks.train.run_checkpoints import with_start
 from tasks.train.run_watch import RunWatch
 from tasks.train.submit_matrix import MatrixOptions, make_matrix_pipeline, queue_matrix

@@ -14,7 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tasks.record.code_store import PROJECT
-from tasks.spec.command_python import LAUNCHER_PACKAGES, find_command_python, find_foreign_launcher
+from tasks.spec.command_python import (
+    LAUNCHER_PACKAGES,
+    find_command_python,
+    find_foreign_launcher,
+    is_python_name,
+)
 from tasks.spec.errors import Fault
 from tasks.spec.evaluations import find_place
 from tasks.spec.formatting import join_words
@@ -24,7 +29,7 @@ from tasks.spec.programs import (
     find_interpreter,
     find_missing_programs,
 )
-from tasks.spec.run import LIVE_CODE, RunSpec
+from tasks.spec.run import RunSpec
 from tasks.spec.values import Env, select_literals
 
 
@@ -60,7 +65,9 @@ def find_command_interpreter(
     python = find_command_python(command, search_path, _find_project(root).absolute() / cwd)
     if python is None or _is_same_interpreter(python, Path(chosen.path)):
         return chosen
-    return Interpreter(path=str(python), reason=f"in the command of {name}")
+    if is_python_name(command[0]):
+        return Interpreter(path=str(python), reason=f"in the command of {name}")
+    return Interpreter(path=str(python), reason=f"of the program {command[0]}, which {name} starts")
 
 
 def _is_same_interpreter(python: Path, other: Path) -> bool:
@@ -257,26 +264,3 @@ def _find_foreign_launchers(spec: RunSpec, root: Path | None) -> Iterator[Fault]
         )
         if fault is not None:
             yield replace(fault, path=f"{local.path}.0")
-
-
-def print_project(spec: RunSpec, root: Path) -> None:
-    """Print on stderr the folder of a run's project, the version of its code, and missing programs.
-
-    Args:
-        spec: The run spec, with the version of the submitted code.
-        root: Root folder of the project.
-    """
-    code = (
-        "files used in place"
-        if spec.code == LIVE_CODE
-        else f"files copied as {str(spec.code)[:12]}"
-    )
-    interpreters = describe_interpreters(spec, root)
-    print(f"  project {root}, {code}, python {interpreters}", file=sys.stderr)
-    # A missing program is no fault, because the run may start on another host that has the program.
-    for fault in find_missing_files(spec, root):
-        print(
-            "  this machine does not have a file that the run needs. Check that the host of the "
-            f"Prefect worker has the file: {fault}",
-            file=sys.stderr,
-        )

@@ -24,7 +24,7 @@ from tasks.spec.matrix import MAX_POINTS
 from tasks.spec.pipeline import PipelineSpec, parse_pipeline
 from tasks.spec.programs import add_active_environment
 from tasks.spec.run import LIVE_CODE, RunSpec
-from tasks.train.interpreters import print_project
+from tasks.train.project_summary import print_project
 
 #: Name of the deployment that runs submitted pipelines.
 PIPELINE_DEPLOYMENT = "pipeline/any-pipeline"

@@ -1,0 +1,110 @@
+"""Find Python modules that a training imports, but that its Python environment does not have.
+
+`muster check`, `train`, `submit` and `deploy` warn about such modules before the run starts. The
+most common reason is a wrong or an empty Python environment.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from tasks.spec.command_python import find_command_python
+from tasks.spec.formatting import join_words
+from tasks.spec.programs import find_python_script
+from tasks.spec.run import RunSpec
+from tasks.spec.script_structure import parse_source
+from tasks.spec.values import Env, select_literals
+from tasks.train.interpreters import component_search_path, find_command_interpreter
+
+#: Program that prints those of its arguments that are no modules. The modules are not imported.
+_PROGRAM = """
+import importlib.util, sys
+print(*[name for name in sys.argv[1:] if importlib.util.find_spec(name) is None])
+"""
+#: Longest duration of this program in seconds.
+_WITHIN_S = 10.0
+
+
+def describe_missing_modules(spec: RunSpec, root: Path) -> Iterator[str]:
+    """Yield a warning for each component whose script imports modules that do not exist.
+
+    Only the imports at the top level of the script are checked, because an import in a function or
+    in a `try` statement may be optional. Modules of the project do not count.
+
+    Args:
+        spec: The run spec.
+        root: Root folder of the project.
+    """
+    for name, component in spec.processes.items():
+        script = find_python_script(component, root, spec.cwd)
+        if script is None:
+            continue
+        env = {**spec.env, **component.env}
+        cwd = root / (component.cwd or spec.cwd)
+        search_path = select_literals(env).get("PATH") or component_search_path(env, root)
+        if find_command_python(component.command, search_path, cwd) is None:
+            # Another message says that the program does not exist.
+            continue
+        python = find_command_interpreter(name, component.command, env, cwd, root)
+        names = sorted(_list_imports(script) - sys.stdlib_module_names)
+        missing = _find_missing(names, Path(python.path), script, cwd, env)
+        if missing:
+            noun = "module" if len(missing) == 1 else "modules"
+            yield (
+                f"{script.name} imports the {noun} {join_words(missing)}, but the Python "
+                f"environment of {name} does not have the {noun}: {python}. Install the {noun} "
+                "there, or activate the right environment before you call Muster"
+            )
+
+
+def _list_imports(script: Path) -> frozenset[str]:
+    """Return the top-level names of the modules that a script imports at its top level."""
+    with suppress(OSError, UnicodeDecodeError):
+        tree = parse_source(script.read_text(encoding="utf-8"))
+        names: set[str] = set()
+        for statement in tree.body if tree is not None else ():
+            if isinstance(statement, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in statement.names}
+            elif isinstance(statement, ast.ImportFrom) and not statement.level:
+                names.add((statement.module or "").partition(".")[0])
+        return frozenset(names - {""})
+    return frozenset()
+
+
+def _find_missing(names: list[str], python: Path, script: Path, cwd: Path, env: Env) -> list[str]:
+    """Return those modules that a Python interpreter does not find.
+
+    Args:
+        names: Names of the modules.
+        python: Path of the interpreter.
+        script: The script that imports the modules. Python also searches the folder of the script.
+        cwd: Working directory of the script.
+        env: Environment variables of the component in the spec.
+
+    Returns:
+        The missing modules. Empty if the interpreter could not be asked.
+    """
+    if not names:
+        return []
+    variables = {**os.environ, **select_literals(env)}
+    folders = [str(script.parent), variables.get("PYTHONPATH", "")]
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
+    try:
+        answer = subprocess.run(
+            [python, "-c", _PROGRAM, *names],
+            cwd=cwd,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=_WITHIN_S,
+            check=True,
+        )
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return []
+    return answer.stdout.split()

@@ -1,0 +1,88 @@
+"""Tests of the warning about Python modules that a training imports, but does not find."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tasks.spec.run import RunSpec
+from tasks.train.missing_modules import describe_missing_modules
+
+
+def list_warnings(root: Path, script: str, *command: str, **keys: object) -> list[str]:
+    """Return the warnings for a run whose trainer runs the script `train.py` with this source.
+
+    Args:
+        root: Root folder of the project.
+        script: Source text of the script.
+        *command: Command of the trainer. Without it, the command is `python train.py`.
+        **keys: Further keys of the run spec.
+    """
+    (root / "train.py").write_text(script)
+    argv = [*command] or [sys.executable, "train.py"]
+    spec = {"name": "x", "workload": "sft", "components": {"trainer": {"command": argv}}, **keys}
+    return [*describe_missing_modules(RunSpec.model_validate(spec), root)]
+
+
+def test_warning_names_the_missing_module_and_the_environment(tmp_path: Path) -> None:
+    [warning] = list_warnings(tmp_path, "import no_such_torch.nn as nn\nimport json\n")
+
+    assert warning.startswith("train.py imports the module no_such_torch, but the Python")
+    assert sys.executable in warning
+    assert "Install the module there" in warning
+
+
+def test_warning_names_all_missing_modules(tmp_path: Path) -> None:
+    source = "from no_such_torch import nn\nimport no_such_numpy, yaml\n"
+
+    [warning] = list_warnings(tmp_path, source)
+
+    assert "imports the modules no_such_numpy and no_such_torch, but" in warning
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import json, os.path, yaml\n",
+        "import helper\nfrom lib import model\nfrom . import x\n",
+        "try:\n    import no_such_wandb\nexcept ImportError:\n    no_such_wandb = None\n",
+        "def plot():\n    import no_such_plot\n",
+        "import no_such_torch as (\n",
+    ],
+)
+def test_modules_that_exist_or_are_optional_cause_no_warning(tmp_path: Path, source: str) -> None:
+    (tmp_path / "helper.py").touch()
+    (tmp_path / "lib").mkdir()
+
+    assert list_warnings(tmp_path, source) == []
+
+
+def test_module_in_pythonpath_of_the_spec_causes_no_warning(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "own_package.py").touch()
+
+    assert list_warnings(tmp_path, "import own_package\n") != []
+    assert list_warnings(tmp_path, "import own_package\n", env={"PYTHONPATH": "src"}) == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        (sys.executable, "-m", "train"),
+        ("sh", "train.py"),
+        (sys.executable, "other.py"),
+        ("/no/such/python", "train.py"),
+    ],
+)
+def test_other_commands_are_not_examined(tmp_path: Path, command: tuple[str, ...]) -> None:
+    assert list_warnings(tmp_path, "import no_such_torch\n", *command) == []
+
+
+def test_modules_are_not_imported(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("open('imported', 'w')\n")
+
+    assert list_warnings(tmp_path, "import slow\n") == []
+
+    assert not (tmp_path / "imported").exists()
