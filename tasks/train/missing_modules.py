@@ -20,7 +20,11 @@ from tasks.spec.programs import find_python_script
 from tasks.spec.run import RunSpec
 from tasks.spec.script_structure import parse_source
 from tasks.spec.values import Env, select_literals
-from tasks.train.interpreters import component_search_path, find_command_interpreter
+from tasks.train.interpreters import (
+    component_interpreter,
+    component_search_path,
+    find_command_interpreter,
+)
 
 #: Program that prints those of its arguments that are no modules. The modules are not imported.
 _PROGRAM = """
@@ -56,10 +60,16 @@ def describe_missing_modules(spec: RunSpec, root: Path) -> Iterator[str]:
         missing = _find_missing(names, Path(python.path), script, cwd, env)
         if missing:
             noun = "module" if len(missing) == 1 else "modules"
+            advice = f"Install the {noun} there, or use another environment"
+            if python == component_interpreter(env, root) and python.environment is None:
+                # The interpreter is Muster's own, whose environment belongs to Muster.
+                advice = (
+                    f"Create the environment of the training as {root / '.venv'}, or activate it "
+                    "before you call Muster"
+                )
             yield (
                 f"{script.name} imports the {noun} {join_words(missing)}, but the Python "
-                f"environment of {name} does not have the {noun}: {python}. Install the {noun} "
-                "there, or activate the right environment before you call Muster"
+                f"environment of {name} does not have the {noun}: {python}. {advice}"
             )
 
 

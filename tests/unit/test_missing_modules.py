@@ -31,7 +31,20 @@ def test_warning_names_the_missing_module_and_the_environment(tmp_path: Path) ->
 
     assert warning.startswith("train.py imports the module no_such_torch, but the Python")
     assert sys.executable in warning
-    assert "Install the module there" in warning
+    # The interpreter is that of Muster, in which users should install nothing.
+    assert f"Create the environment of the training as {tmp_path / '.venv'}" in warning
+
+
+def test_warning_about_an_environment_of_the_user_advises_to_install_the_module(
+    tmp_path: Path,
+) -> None:
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+
+    [warning] = list_warnings(tmp_path, "import no_such_torch\n", "python", "train.py")
+
+    assert f"{python} (of the project's .venv). Install the module there" in warning
 
 
 def test_warning_names_all_missing_modules(tmp_path: Path) -> None:
