@@ -277,6 +277,7 @@ def test_last_checkpoint_of_a_completed_training_is_evaluated(
     assert states(run) == {10: "waiting", 20: "waiting"}
     assert server.cancelled == []
     # The test has set the states by hand. So the record refuses the states of the real teardown.
+    run.end_attempt()
     run.close()
     assert all("IllegalTransition" in text for text in listener_errors)
     listener_errors.clear()
