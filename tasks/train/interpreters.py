@@ -6,10 +6,12 @@ Prefect.
 
 from __future__ import annotations
 
+import filecmp
 import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -74,10 +76,16 @@ def _is_same_interpreter(python: Path, other: Path) -> bool:
     """Return True if two paths lead to the same interpreter of the same Python environment.
 
     The programs `python` and `python3` of an environment are usually the same interpreter. The
-    same interpreter in two environments finds different packages.
+    same interpreter in two environments finds different packages, so the folders are compared, too.
     """
-    is_same_folder = os.path.realpath(python.parent) == os.path.realpath(other.parent)
-    return is_same_folder and os.path.realpath(python) == os.path.realpath(other)
+    if os.path.realpath(python.parent) != os.path.realpath(other.parent):
+        return False
+    if os.path.realpath(python) == os.path.realpath(other):
+        return True
+    # `python -m venv --copies` writes several copies of the interpreter into the same folder.
+    with suppress(OSError):
+        return filecmp.cmp(python, other, shallow=False)
+    return False
 
 
 def describe_interpreters(spec: RunSpec, root: Path) -> str:

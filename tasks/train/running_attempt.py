@@ -145,7 +145,7 @@ def name_interpreter(verdict: Verdict, spec: RunSpec) -> Verdict:
     chosen = component_interpreter(env)
     interpreter = chosen
     if component is not None:
-        cwd = Path(component.cwd or spec.cwd)
+        cwd = Path.cwd() / (component.cwd or spec.cwd)
         interpreter = find_command_interpreter(failure.component or "", component.command, env, cwd)
     if interpreter == chosen:
         advice = (

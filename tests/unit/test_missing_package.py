@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -85,38 +86,91 @@ def test_advice_names_the_interpreter_in_the_command(tmp_path: Path, argument: s
     assert describe_interpreters(spec, tmp_path) == f"{named} (in the command of trainer)"
 
 
-@pytest.mark.parametrize("command", [".venv/bin/python", "./.venv/bin/python3", "link/bin/python"])
-def test_interpreter_of_the_project_in_the_command_is_the_chosen_interpreter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / ".venv" / "bin"
-    folder.mkdir(parents=True)
-    for name in ("python", "python3"):
-        (folder / name).symlink_to(sys.executable)
-    (tmp_path / "link").symlink_to(".venv")
-    spec = make_spec(command=[command, "train.py"])
+def make_environment(folder: Path) -> Path:
+    """Create a folder like a Python environment, and return the path of its `python`."""
+    python = folder / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    return python
 
+
+@pytest.mark.parametrize(
+    "program", [".venv/bin/python", "./.venv/bin/python", "../a/.venv/bin/python", "lnk/python"]
+)
+@pytest.mark.parametrize("is_submitted", [False, True])
+def test_advice_recognises_the_python_of_the_project_by_a_relative_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, is_submitted: bool
+) -> None:
+    project = tmp_path / "a"
+    python = make_environment(project / ".venv")
+    folder = project
+    if is_submitted:
+        # A submitted run works in a copy of the project. The copy has a link to `.venv`.
+        folder = tmp_path / "run" / "a"
+        folder.mkdir(parents=True)
+        (folder / ".venv").symlink_to(project / ".venv")
+        monkeypatch.setenv("MUSTER_PROJECT", str(project))
+    (folder / "lnk").symlink_to(project / ".venv" / "bin")
+    monkeypatch.chdir(folder)
+
+    verdict = name_interpreter(make_verdict(MISSING), make_spec(command=[program, "t.py"]))
+
+    assert verdict.failure is not None
+    assert f"interpreter {python} (of the project's .venv)" in verdict.failure.hint
+    assert "The chosen interpreter" not in verdict.failure.hint
+
+
+def test_advice_names_another_python_in_the_folder_of_the_chosen_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = make_environment(tmp_path / ".venv")
+    other = chosen.with_name("python3.9")
+    other.write_text("#!/bin/sh\n")
+    other.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+
+    spec = make_spec(command=[".venv/bin/python3.9", "t.py"])
     verdict = name_interpreter(make_verdict(MISSING), spec)
 
     assert verdict.failure is not None
-    assert f"{folder / 'python'} (of the project's .venv)" in verdict.failure.hint
-    assert "in the command of trainer" not in verdict.failure.hint
+    assert f"interpreter {other} (in the command of trainer)" in verdict.failure.hint
+    assert f"The chosen interpreter of the project is {chosen}" in verdict.failure.hint
+    assert describe_interpreters(spec, tmp_path) == f"{other} (in the command of trainer)"
 
 
-def test_another_python_in_the_folder_of_the_chosen_one_is_another_interpreter(
-    tmp_path: Path,
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_advice_recognises_another_name_of_the_chosen_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_copy: bool
 ) -> None:
-    folder = tmp_path / ".venv" / "bin"
-    folder.mkdir(parents=True)
-    (folder / "python").symlink_to(sys.executable)
-    (folder / "python3.9").write_text("#!/bin/sh\n")
-    (folder / "python3.9").chmod(0o755)
-    spec = make_spec(command=[str(folder / "python3.9"), "train.py"])
+    chosen = make_environment(tmp_path / ".venv")
+    other = chosen.with_name("python3")
+    if is_copy:
+        # `python -m venv --copies` writes several copies of the interpreter.
+        shutil.copy(chosen, other)
+    else:
+        other.symlink_to("python")
+    monkeypatch.chdir(tmp_path)
 
-    described = describe_interpreters(spec, tmp_path)
+    spec = make_spec(command=[".venv/bin/python3", "t.py"])
+    verdict = name_interpreter(make_verdict(MISSING), spec)
 
-    assert described == f"{folder / 'python3.9'} (in the command of trainer)"
+    assert verdict.failure is not None
+    assert f"interpreter {chosen} (of the project's .venv)" in verdict.failure.hint
+
+
+def test_advice_names_the_python_of_another_environment_by_its_absolute_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = make_environment(tmp_path / ".venv")
+    used = make_environment(tmp_path / "sub" / "other")
+    monkeypatch.chdir(tmp_path)
+
+    spec = make_spec(command=["other/bin/python", "t.py"], cwd="sub")
+    verdict = name_interpreter(make_verdict(MISSING), spec)
+
+    assert verdict.failure is not None
+    assert f"interpreter {used} (in the command of trainer)" in verdict.failure.hint
+    assert f"The chosen interpreter of the project is {chosen}" in verdict.failure.hint
 
 
 @pytest.mark.parametrize(
