@@ -1,7 +1,7 @@
-"""Give all tests an isolated environment. Fail for leftover processes and for failing listeners.
+"""Give each test an isolated environment. A test must leave no process and no failed listener.
 
 The machine may run the Prefect server and the Ray cluster of a user, or a second `make test`. The
-tests may also run in a component of Muster. The tests must not use any of these.
+tests may also run in a component of Muster. The tests must not use this server, cluster or run.
 """
 
 from __future__ import annotations

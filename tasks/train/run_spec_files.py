@@ -15,9 +15,11 @@ from tasks.spec.run import RunSpec
 
 #: Suffixes of the names of spec files.
 _SUFFIXES = (".yaml", ".yml")
-#: A larger file is no spec file. PyYAML needs about a second for a file of this size, in bytes.
+#: Largest size of a spec file in bytes. Larger files are ignored, because PyYAML needs about a
+#: second to read a file of this size.
 _SIZE_AT_MOST = 65_536
-#: Keys that Muster adds to the spec of a run. A file with another value can be the run's spec file.
+#: Keys that Muster adds to the spec of a run. These keys are not compared, because the spec file of
+#: the run may have other values for them.
 _ADDED_KEYS = ("code", "run_id", "start_order")
 
 
@@ -26,9 +28,9 @@ def find_spec_files(
 ) -> set[str]:
     """Return the names of the spec files of a run.
 
-    `muster train` records the path of the spec file. For other runs, the result contains each file
-    that is a valid run spec and has only values of the run's spec. So a file is not found if an
-    option `--set` has changed one of its values.
+    If `muster train` recorded the path of the spec file, return only this path. For other runs, the
+    result contains each file that is a valid run spec and whose values are all in the run's spec.
+    If the option `--set` changed a value, the spec file is not found.
 
     Args:
         provenance: Recorded origin of the run: the name of the stored code, the path of the
@@ -40,7 +42,8 @@ def find_spec_files(
     file = provenance.get("spec_file")
     project = provenance.get("project")
     if file and project:
-        # The path of the project has no symbolic links, so follow the links to the folder.
+        # The path of the project is resolved. So also resolve the folder of the file, but not the
+        # file itself, which may be a symbolic link.
         path = Path(str(file)).parent.resolve() / Path(str(file)).name
         if path.is_relative_to(str(project)):
             return {path.relative_to(str(project)).as_posix()}.intersection(names)
@@ -83,7 +86,9 @@ def _has_only_values_of(spec: Mapping[str, object], content: bytes) -> bool:
 
 
 def _contains(whole: object, part: object) -> bool:
-    """Return True if each value of the nested mapping `part` is also in the mapping `whole`."""
+    """Return True if `whole` contains all values of `part` under the same keys.
+
+    Nested mappings are compared in the same way. Other values must be equal."""
     if isinstance(whole, Mapping) and isinstance(part, Mapping):
         return all(key in whole and _contains(whole[key], value) for key, value in part.items())
     return whole == part

@@ -138,7 +138,7 @@ class RunWatch:
             self._terminal.show(Event(at=time.time(), name="run.opened", fields=opened))
             record = read_local_record(self._run_id)
             if state.is_completed() and record is not None and record.message:
-                # The message of the flow run names paths relative to the folder of the run.
+                # In the message of the flow run, paths are relative to the folder of the run.
                 message = record.message
         self._terminal.end(state.type.value.lower(), message, page)
 

@@ -62,15 +62,16 @@ class Run:
 
     @property
     def problems(self) -> list[str]:
-        """The warnings in `message`. Another message is the only item."""
+        """The warnings in `message`, one per item. A message without warnings is the only item."""
         return list_problems(self.message)
 
     @property
     def brief(self) -> str:
-        """First line of `message`, or all warnings in `message` in one line.
+        """`message` in one line.
 
-        If this line ends with a colon, such as `the run spec has 2 faults:`, the next line is
-        added, without its list marker.
+        If `message` consists of warnings, this line contains all warnings. Otherwise this is the
+        first line. If the first line ends with a colon, such as `the run spec has 2 faults:`, the
+        next line is added, without its list marker.
         """
         line, _, rest = join_problems(self.message).partition("\n")
         if not line.endswith(":"):

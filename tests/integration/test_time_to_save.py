@@ -102,7 +102,7 @@ while not os.path.exists("stop-seen"):
     assert [line.plain for line in lines_of(event)] == [
         "trainer: seems to be writing a checkpoint; its stop signal waits for at most 600 s"
     ]
-    # The trainer ended itself, so the stop signal came after the checkpoint.
+    # The trainer exited by itself after its checkpoint. So Muster did not stop it before.
     [exited] = harness.list_events("component.exited", "trainer")
     assert exited.fields["exit_code"] == 0
 

@@ -47,7 +47,7 @@ def add_prefix(text: str, prefix: str) -> str:
         # the thread that crashed executes no code of the user
         (FATAL + CURRENT + LIBRARY + f"\nThread 0x00007f (most recent call first):\n{OWN}", ""),
         (FATAL + CURRENT + f"  <no Python frame>\n\nThread 0x00007f (most recent):\n{OWN}", ""),
-        # there is no fatal error of this signal
+        # the fatal error in the output belongs to another signal than the exit of the process
         (STACK.replace("Segmentation fault", "Aborted"), ""),
         (CURRENT + OWN, ""),
         ("step 8\n", ""),
@@ -57,7 +57,7 @@ def add_prefix(text: str, prefix: str) -> str:
         (FATAL + CURRENT + '  File "train.py", line 2 in main\n', "main (train.py:2)"),
     ],
 )
-def test_innermost_line_of_the_own_code_is_found(text: str, place: str) -> None:
+def test_innermost_line_of_the_users_code_is_found(text: str, place: str) -> None:
     found = find_crash_place(text, "SIGSEGV", FOLDER)
 
     assert found.startswith(place)
@@ -120,6 +120,6 @@ def test_failure_of_a_component_without_ranks_names_the_place_of_the_crash(code:
     )
 
 
-def test_old_stack_does_not_explain_another_end() -> None:
+def test_stack_of_an_earlier_crash_does_not_explain_a_later_failure() -> None:
     assert "maybe" not in fail(STACK + END, code=1).message
     assert "maybe" not in fail(STACK + END, code=-9).message

@@ -418,7 +418,7 @@ def test_script_with_a_metrics_option_needs_no_hook(tmp_path: Path) -> None:
     assert '--metrics-file, "${attempt.dir}/metrics.jsonl"' in draft.text
 
 
-#: Script that writes its own metrics to the file OPEN, for 40 steps.
+#: Script that writes its own metrics for 40 steps. OPEN stands for the call that opens the file.
 OWN_METRICS = """\
 import argparse, json, os
 from pathlib import Path
@@ -484,7 +484,7 @@ def test_step_key_is_read_from_the_object_that_the_script_writes_as_json(
         ("args.output_dir = Path(args.output_dir)", True),
     ],
 )
-def test_option_with_a_new_value_is_no_known_folder(
+def test_folder_of_an_option_is_unknown_if_the_script_assigns_a_new_value_to_the_option(
     tmp_path: Path, statement: str, is_known: bool
 ) -> None:
     source = OWN_METRICS.replace("OPEN", 'open(f"{args.output_dir}/metrics.jsonl", "a")')
@@ -540,7 +540,9 @@ def test_metrics_file_in_an_unknown_folder_is_named_in_a_comment(
 @pytest.mark.parametrize(
     "opened", ['open(out / "metrics.jsonl")', 'open(out / "samples.jsonl", "a")']
 )
-def test_files_without_metrics_of_the_script_change_nothing(tmp_path: Path, opened: str) -> None:
+def test_files_that_contain_no_metrics_do_not_change_the_run_spec(
+    tmp_path: Path, opened: str
+) -> None:
     folder = project(tmp_path, {"train.py": OWN_METRICS.replace("OPEN", opened)})
 
     draft = draft_spec(folder)
@@ -549,8 +551,8 @@ def test_files_without_metrics_of_the_script_change_nothing(tmp_path: Path, open
     assert draft.hook is not None
 
 
-#: Script that saves its checkpoints with the statements SAVE, and its metrics in the folder of
-#: `--out`.
+#: Script that writes its metrics to the folder that `--out` names. SAVE stands for the statements
+#: that save a checkpoint.
 OWN_SUBFOLDER = """\
 import argparse, json, os, shutil, torch
 from pathlib import Path
@@ -660,7 +662,7 @@ def test_checkpoints_are_searched_in_the_subfolder_in_which_the_script_saves(
         ),
     ],
 )
-def test_script_that_saves_in_its_output_folder_gets_the_folder_of_the_checkpoints(
+def test_output_folder_in_which_the_script_saves_is_the_folder_of_the_checkpoints(
     tmp_path: Path, statements: tuple[str, ...]
 ) -> None:
     spec = load_with_saves(tmp_path, *statements)
@@ -730,7 +732,7 @@ def test_options_that_a_library_makes_from_a_dataclass_are_used(
     assert spec.processes["trainer"].checkpoints == f"{OUTPUT}/ckpts"
 
 
-def test_parameters_of_a_function_are_options_with_tyro(tmp_path: Path) -> None:
+def test_parameters_of_a_function_become_options_if_the_script_uses_tyro(tmp_path: Path) -> None:
     source = "import tyro\ndef main(data: str, out_dir: str = 'out', *, max_steps: int = 30): ...\n"
 
     folder = project(tmp_path, {"train.py": f"{source}tyro.cli(main)\n"})
@@ -741,7 +743,8 @@ def test_parameters_of_a_function_are_options_with_tyro(tmp_path: Path) -> None:
     assert command[4] == "--max-steps"
 
 
-#: Script whose options do not show by their names which one names the folder of the checkpoints.
+#: Script with two options. Their names do not show which option is the folder of the checkpoints.
+#: SAVE stands for the statement that saves a checkpoint.
 UNCLEAR_OPTIONS = """\
 import argparse, torch
 parser = argparse.ArgumentParser()
@@ -778,7 +781,7 @@ def test_calls_that_save_and_load_show_the_purpose_of_an_option(
     assert "# --ckpt: this value is empty if there is no checkpoint." in text
 
 
-def test_folder_with_a_checkpoint_of_the_script_is_not_loaded_as_a_checkpoint(
+def test_option_for_the_folder_of_the_checkpoints_is_not_taken_for_a_checkpoint_to_load(
     tmp_path: Path,
 ) -> None:
     source = UNCLEAR_OPTIONS.replace("SAVE", 'torch.save({}, f"{args.ckpt}/{step}.pt")')
@@ -797,7 +800,7 @@ def test_folder_with_a_checkpoint_of_the_script_is_not_loaded_as_a_checkpoint(
         ('torch.save({}, f"/data/run/{step}.pt")', "/data/run"),
     ],
 )
-def test_constant_folder_of_the_checkpoints_is_used_with_a_message(
+def test_constant_folder_in_which_the_script_saves_is_used_and_named_in_a_message(
     tmp_path: Path, source: str, checkpoints: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = project(tmp_path, {"train.py": f"import os, torch\n{source}\n"})
@@ -818,7 +821,7 @@ def test_constant_folder_of_the_checkpoints_is_used_with_a_message(
         'torch.save({}, "a/1.pt")\ntorch.save({}, "b/1.pt")',
     ],
 )
-def test_script_with_an_unclear_folder_must_read_a_variable(
+def test_user_is_told_to_read_a_variable_if_the_folder_of_the_checkpoints_is_unclear(
     tmp_path: Path, source: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = project(tmp_path, {"train.py": f"import torch\n{source}\n"})
@@ -829,7 +832,7 @@ def test_script_with_an_unclear_folder_must_read_a_variable(
     assert 'os.environ["CHECKPOINTS"]' in capsys.readouterr().out
 
 
-def test_variable_with_the_parent_folder_of_the_checkpoints_gets_an_output_folder(
+def test_variable_for_the_parent_folder_of_the_checkpoints_is_set_to_an_output_folder(
     tmp_path: Path,
 ) -> None:
     source = (
@@ -845,7 +848,7 @@ def test_variable_with_the_parent_folder_of_the_checkpoints_gets_an_output_folde
     assert spec.progress is not None and spec.progress.jsonl == f"{OUTPUT}/metrics.jsonl"
 
 
-def test_subfolder_and_metrics_file_in_the_folder_of_a_configuration_file_are_used(
+def test_subfolder_and_metrics_file_are_used_if_a_configuration_file_names_their_folder(
     tmp_path: Path,
 ) -> None:
     source = (
@@ -867,7 +870,7 @@ def test_subfolder_and_metrics_file_in_the_folder_of_a_configuration_file_are_us
     ("declaration", "parameter"),
     [('"--out-dir", "folder"', "folder"), ('"-o", "--out-dir", "--output"', "out_dir")],
 )
-def test_subfolder_of_a_click_option_is_found(
+def test_subfolder_of_the_folder_that_a_click_option_names_is_found(
     tmp_path: Path, declaration: str, parameter: str
 ) -> None:
     source = (

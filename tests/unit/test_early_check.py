@@ -35,7 +35,9 @@ PRINT_SLOW_PACKAGES = (
 
 
 @pytest.mark.parametrize("name", ["-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"])
-def test_spec_from_standard_input_is_left_to_the_command(tmp_path: Path, name: str) -> None:
+def test_standard_input_is_not_read_before_the_command_reads_the_spec_from_it(
+    tmp_path: Path, name: str
+) -> None:
     spec = tmp_path / "spec.yaml"
     spec.write_text(FAULTY)
     program = (

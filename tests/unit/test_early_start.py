@@ -228,8 +228,8 @@ def test_series_is_short_if_its_last_eight_completed_runs_were_short() -> None:
         cluster.wait(duration_s)
         short_series.append(cluster.end(number))
 
-    # One completed run is not enough. The third run is long. Its duration is dropped after eight
-    # further runs.
+    # One completed run does not make a series short. The third run is long, so the series is not
+    # short until eight further runs have completed.
     assert short_series == [frozenset(), GRID, *[frozenset()] * 8, GRID]
 
 
@@ -256,7 +256,7 @@ def test_series_is_not_short_while_an_active_run_uses_its_gpus_for_a_long_time()
     assert cluster.wait(20) == frozenset()
 
 
-def test_wait_of_an_early_run_for_its_gpus_does_not_count_as_its_duration() -> None:
+def test_duration_of_an_early_run_does_not_include_the_wait_for_gpus() -> None:
     cluster = Cluster()
     for number in range(2):
         cluster.start(number)

@@ -135,7 +135,7 @@ def test_first_failure_names_the_rank_that_failed_first(
     assert f"first failure trainer: {shown_rank}; the launcher: exit code 1 " in shown
 
 
-def test_first_failure_takes_no_rank_from_a_log_line(tmp_path: Path) -> None:
+def test_rank_of_the_first_failure_is_not_read_from_a_log_line(tmp_path: Path) -> None:
     message = (
         "trainer (pid 8) ended with exit code 1 after 3 s: ValueError: the worker failed first"
     )

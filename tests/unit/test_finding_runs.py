@@ -821,7 +821,7 @@ components:
 
 
 def store_two_states_of_a_project(project: Path) -> list[str]:
-    """Store a project before and after a change of all its files, and return the two codes.
+    """Store a project before and after a change of all its files, and return both stored codes.
 
     In the first state, `muster.yaml` is a spec with the learning rate 6e-3, and `other.yaml` is
     missing. In the second state, `other.yaml` is a spec with the learning rate 7e-3.

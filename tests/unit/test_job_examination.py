@@ -302,7 +302,7 @@ def test_report_names_a_child_before_the_parent_that_waits_for_its_children() ->
     assert report.index("pid 8") < report.index("pid 7")
 
 
-def test_report_names_a_child_that_a_server_has_forked_for_the_waiting_process() -> None:
+def test_report_includes_a_child_that_the_fork_server_started_for_the_waiting_process() -> None:
     processes = [
         process(7, "1", "main (t.py:9), in select (selectors.py:415)", waits_for_children=True),
         # The server of the start method `forkserver` executes only library code.

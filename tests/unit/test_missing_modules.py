@@ -31,7 +31,7 @@ def test_warning_names_the_missing_module_and_the_environment(tmp_path: Path) ->
 
     assert warning.startswith("train.py imports the module no_such_torch, but the Python")
     assert sys.executable in warning
-    # The interpreter is that of Muster, in which users should install nothing.
+    # This is Muster's own interpreter. Users should not install packages in Muster's environment.
     assert f"Create the environment of the training as {tmp_path / '.venv'}" in warning
 
 
@@ -89,7 +89,9 @@ def test_module_in_pythonpath_of_the_spec_causes_no_warning(tmp_path: Path) -> N
         ("/no/such/python", "train.py"),
     ],
 )
-def test_other_commands_are_not_examined(tmp_path: Path, command: tuple[str, ...]) -> None:
+def test_commands_that_run_no_python_script_are_not_examined(
+    tmp_path: Path, command: tuple[str, ...]
+) -> None:
     assert list_warnings(tmp_path, "import no_such_torch\n", *command) == []
 
 

@@ -246,7 +246,7 @@ def test_note_about_further_problems_stays_visible_after_a_cut_message(width: in
     assert len(line) <= width
 
 
-def test_note_follows_a_short_message_at_once() -> None:
+def test_note_stands_directly_after_a_short_message() -> None:
     run = ListedRun(
         run_id="x", state="completed", age="", host="", message="warning: a", omitted_problems=2
     )

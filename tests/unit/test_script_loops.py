@@ -103,7 +103,7 @@ def test_break_of_another_loop_does_not_end_the_training() -> None:
         "if bad: sys.exit(1)",
     ],
 )
-def test_loop_that_ends_early_only_after_a_failure_is_read(body: str) -> None:
+def test_loop_is_read_if_only_a_failure_can_end_it_early(body: str) -> None:
     source = "for step in range(20):\n" + _indent(body)
 
     assert find_step_loop(source) == StepLoop(total=20, last_step=19)
@@ -217,7 +217,7 @@ train(model)
         """,
     ],
 )
-def test_warm_up_beside_the_training_is_ignored(training: str) -> None:
+def test_loop_of_a_warm_up_outside_the_training_is_ignored(training: str) -> None:
     source = f"for it in range(3):\n  model(x)\n{dedent(training)}"
 
     assert find_step_loop(source) is None
@@ -246,7 +246,9 @@ def test_warm_up_beside_the_training_is_ignored(training: str) -> None:
         """,
     ],
 )
-def test_helper_beside_the_training_does_not_hide_the_loop(other_code: str) -> None:
+def test_loop_of_the_training_is_found_if_the_script_also_has_a_helper_function(
+    other_code: str,
+) -> None:
     source = f"{dedent(other_code)}\nfor step in range(20):\n  update()\n"
 
     assert find_step_loop(source) == StepLoop(total=20, last_step=19)

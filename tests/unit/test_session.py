@@ -248,7 +248,7 @@ def test_cancel_that_no_other_thread_has_noticed_counts_at_the_end(
     assert message.startswith("cancelled from Prefect: by ada, after") is is_cancelled
 
 
-def test_message_of_the_flow_run_names_paths_in_the_folder_of_the_run_without_this_folder(
+def test_paths_in_the_message_of_the_flow_run_are_relative_to_the_folder_of_the_run(
     muster_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tasks, "observe_flow_run", lambda _: ObservedFlowRun(change=Change.NONE))

@@ -388,7 +388,7 @@ def test_fault_quotes_the_value_as_an_override_spells_it(tmp_path: Path) -> None
     ]
 
 
-def test_fault_of_plain_data_explains_how_yaml_reads_the_value() -> None:
+def test_message_about_a_fault_in_plain_data_explains_how_yaml_reads_the_value() -> None:
     faults = faults_of({**least(), "env": {"A": True}, "stall_after_s": "1.0e3"})
 
     assert [str(fault) for fault in faults] == [

@@ -47,7 +47,7 @@ def test_page_of_a_run_is_in_the_ui_with_a_login_form(ui_url: str, page: str) ->
     ],
 )
 @pytest.mark.parametrize(("password", "login"), [(None, ""), ("user:secret", "/login?redirectTo=")])
-def test_ui_of_the_installed_prefect_has_the_pages_of_the_links(
+def test_ui_of_the_installed_prefect_has_the_pages_to_which_muster_links(
     kind: str, route: str, password: str | None, login: str
 ) -> None:
     with temporary_settings({PREFECT_UI_URL: "http://h", PREFECT_API_AUTH_STRING: password}):
