@@ -27,8 +27,6 @@ _OTHER_FILE = re.compile(
 )
 #: Matches the names of classes of libraries that save checkpoints directly in a given folder.
 _LIBRARY_CLASS = re.compile(r"\w*TrainingArguments|[A-Z]{3,5}Config|RewardConfig|ModelCheckpoint")
-
-
 #: Matches the names of functions that load a checkpoint, such as `torch.load`.
 _LOAD = re.compile(r"load|load_(?:checkpoint|ckpt|state|file|from_checkpoint|training_state)")
 #: Matches functions with such a name that load something else, such as `json.load`.
@@ -94,10 +92,11 @@ def find_constant_folder(reader: PathReader) -> str:
         or in a folder that is not clear.
     """
     folders = {
-        None if path.option else "/".join(path.fixed_parts[: len(path.parts) - 1])
+        # A folder whose whole name is unknown may be the folder of a run, such as `runs/DATE`.
+        None if path.option or "?" in path.parts[:-1] else path.fixed_parts[: len(path.parts) - 1]
         for path in _list_saved_paths(reader)
     }
-    return (folders.pop() or "") if len(folders) == 1 else ""
+    return "/".join(folders.pop() or ()) if len(folders) == 1 else ""
 
 
 def find_loading_options(reader: PathReader) -> frozenset[str]:

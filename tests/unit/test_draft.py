@@ -819,6 +819,7 @@ def test_constant_folder_in_which_the_script_saves_is_used_and_named_in_a_messag
         'torch.save({}, f"model-{step}.pt")',
         "torch.save({}, choose_path())",
         'torch.save({}, "a/1.pt")\ntorch.save({}, "b/1.pt")',
+        'torch.save({}, f"runs/{date}/{step}.pt")',
     ],
 )
 def test_user_is_told_to_read_a_variable_if_the_folder_of_the_checkpoints_is_unclear(
