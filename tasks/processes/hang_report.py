@@ -294,11 +294,11 @@ def compose_report(
 
 
 def _find_ancestors(processes: Sequence[HungProcess]) -> set[int]:
-    """Return the pids of all ancestors of the processes that execute the program's own code.
+    """Return the pids of the ancestors of all processes that execute the program's own code.
 
     Args:
-        processes: The examined processes of a machine. The result contains no ancestor above these
-            processes and their parents.
+        processes: The examined processes of a machine. The result contains only these processes and
+            their parents. Ancestors further up are unknown.
     """
     parent_by_pid = {process["pid"]: process["parent"] for process in processes}
     ancestors: set[int] = set()

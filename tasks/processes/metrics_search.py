@@ -118,11 +118,12 @@ def _list_files(folder: Path) -> Iterator[Path]:
     """Yield the possible metrics files in a folder and in its subfolders, in a fixed order.
 
     Hidden folders are skipped. Symbolic links to folders are not followed. The search ends at the
-    first folder that exceeds the limit `_ENTRIES_AT_MOST`. No file of this folder is yielded,
-    because the system lists the files of a folder in any order.
+    first folder that exceeds the limit `_ENTRIES_AT_MOST`, and yields no file of that folder. The
+    system lists files in no fixed order, so an incomplete list would be a random choice.
     """
     examined = 0
-    #: Folders to search, each with its level below `folder`. The last folder is the next.
+    #: Folders that must still be searched, each with its level below `folder`. The search
+    #: continues with the last item.
     remaining = [(folder, 0)]
     while remaining:
         parent, level = remaining.pop()

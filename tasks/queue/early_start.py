@@ -44,11 +44,12 @@ def find_series(spec: Mapping[str, Any], gang: Gang, cluster: str) -> str:
         A text such as `grid, 1 x 3 CPUs, http://ray:8265`. An empty string if the run must never
         start early, that is, if one of these conditions holds:
 
-        - The run has other components than a single Ray job, or the driver of the job does not take
-          all GPUs of the run. Ray starts a driver only when the driver's own GPUs are free. Actors
-          and tasks request their GPUs only after the driver has started.
-        - The spec itself says on which nodes the driver may run. Ray may then choose a node that
-          the queue did not grant.
+        - The run has other components than a single Ray job.
+        - The driver of the job does not take all GPUs of the run. Ray waits until the driver's own
+          GPUs are free, but not until the GPUs of the driver's actors and tasks are free. So the
+          driver would start too soon.
+        - The spec itself says on which nodes the driver may run. Ray may then choose another node
+          than the node that the queue granted.
         - The run has a time limit. The limit would include the wait for the GPUs.
         - The key `ray.start_within_s` is less than 10 minutes. This time would include the wait for
           the GPUs.
@@ -97,9 +98,9 @@ class SeriesDurations:
     _durations_s: dict[str, list[float]] = field(default_factory=dict)
     #: The runs that held GPUs at the previous call of `update`, by flow run id.
     _holding: Mapping[UUID, SeriesRun] = field(default_factory=dict)
-    #: Mapping from the flow run id of each run that uses its GPUs to the time at which this use
-    #: began, in UTC epoch seconds. A run that started early, and still waits for its GPUs, is not
-    #: in the mapping.
+    #: For each run that uses its GPUs now, the time at which this use began, in UTC epoch seconds.
+    #: The keys are flow run ids. A run that started early, and still waits for its GPUs, is not
+    #: included.
     _began_at: dict[UUID, float] = field(default_factory=dict)
 
     def find_ended(self, holding: Collection[UUID]) -> frozenset[UUID]:

@@ -649,10 +649,10 @@ class LedgerReader:
                 return flow_runs
 
     async def find_completed(self, ids: Collection[UUID]) -> frozenset[UUID]:
-        """Return the flow runs among these ids that have completed.
+        """Return the ids of those flow runs that have completed.
 
         Args:
-            ids: Flow run ids. Without ids, no request is sent.
+            ids: Ids of the flow runs to check. If empty, no request is sent.
         """
         if not ids:
             return frozenset()

@@ -52,7 +52,10 @@ def is_own_code(path: str) -> bool:
 
 
 def read_frame(line: str) -> Frame | None:
-    """Return the function call in a line of faulthandler, or None for another line."""
+    """Return the function call that a log line describes.
+
+    Returns:
+        None if the line does not belong to a call stack of faulthandler."""
     match = _FRAME.match(line)
     if match is None:
         return None
@@ -114,8 +117,8 @@ def _format_place(frames: Sequence[Frame], folder: Path | None) -> str:
 
     Args:
         frames: Calls of the user's own code.
-        folder: See `find_crash_place`. If the file is not in this folder, its path is shown
-            relative to the common folder of all files of the stack.
+        folder: See `find_crash_place`. If the source file of the first call is not in this folder,
+            its path is shown relative to the common folder of all files in `frames`.
     """
     if not frames:
         return ""

@@ -255,9 +255,10 @@ _WARNING = "warning: "
 
 
 def add_warning(message: str, warning: str) -> str:
-    """Return the message of a completed attempt with a further warning.
+    """Add a warning to the message of a completed attempt, and return the new message.
 
-    The first warning is added to the message. Each further warning is on a line of its own.
+    Examples: `warning: step 40, but loss is nan` after the first warning. After a second warning,
+    the message has a second line that begins with `warning: `.
     """
     if message.startswith(_WARNING):
         return f"{message}\n{_WARNING}{warning}"
@@ -265,7 +266,7 @@ def add_warning(message: str, warning: str) -> str:
 
 
 def list_problems(message: str) -> list[str]:
-    """Return the warnings in the message of a run. Another message is returned as the only item."""
+    """Return the warnings in the message of a run. A message without warnings is the only item."""
     if not message.startswith(_WARNING):
         return [message]
     first, *others = message.split(f"\n{_WARNING}")
@@ -275,7 +276,7 @@ def list_problems(message: str) -> list[str]:
 def join_problems(message: str) -> str:
     """Return the message of a run with all its warnings in one sentence, such as `warning: A; B`.
 
-    Another message is returned unchanged.
+    A message without warnings is returned unchanged.
     """
     first, *others = list_problems(message)
     return "; ".join([first, *(text.removeprefix(_WARNING) for text in others)])

@@ -113,8 +113,8 @@ _TORCH_SPAWN = re.compile(
     r"[/\\]torch[/\\]multiprocessing[/\\]spawn\.py|torch\.multiprocessing\.spawn\."
 )
 #: Matches the text that `RankFailure.__str__` returns, in the message of a failure. The name of a
-#: process may contain a colon, but no colon with a space. Only the text after the first such colon
-#: is searched, because a log line may follow later in the message.
+#: process contains no colon that is followed by a space. Only the text directly after the first
+#: `: ` is searched, because a log line may follow later in the message.
 _FIRST_RANK = re.compile(
     r"(?:(?!: )[^\n])*: (?P<rank>(?:(?!: )[^\n]){1,200}? (?:failed first"
     r"|was killed by (?:SIG\w+|signal \d+) first|ended first, with exit code \d+))(?![\w-])"
@@ -191,7 +191,7 @@ def read_first_rank(message: str) -> str:
     """Return the description of the process that failed first, from the message of a failure.
 
     Args:
-        message: Message of a failure, which `RankFailure.__str__` may be a part of.
+        message: Message of a failure. It may contain the text that `RankFailure.__str__` returns.
 
     Returns:
         A text such as `rank 1 (pid 7) was killed by SIGKILL first`. An empty string if the message

@@ -99,7 +99,9 @@ def _describe_first_failure(attempt: AttemptRecord, failure: Failure) -> str:
 
 
 def _describe_component_end(attempt: AttemptRecord, failure: Failure) -> str:
-    """Return a text about the end of the component that failed first, without its ranks."""
+    """Return a text that says how and when the component that failed first ended.
+
+    The text does not mention the ranks of the component."""
     component = attempt.components.get(failure.component or "")
     if failure.has_ended:
         ending = describe_ending(failure)

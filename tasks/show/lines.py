@@ -295,8 +295,8 @@ def _summarize_attempt(attempt: AttemptRecord, message: str) -> Iterator[str]:
     """Yield a line about an attempt, and lines about its checkpoint, components and alarms.
 
     Args:
-        message: Message of the run. The summary already contains it, so warnings in it are left
-            out here.
+        message: Message of the run. Another part of the summary shows this message, so this
+            function leaves out the warnings that the message contains.
     """
     ended = attempt.ended_at
     parts = [f"attempt {attempt.number}: {attempt.ending}"]

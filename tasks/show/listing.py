@@ -125,7 +125,7 @@ def _line(
         widths: Widths of the columns before the last column.
         width: Width of the terminal in columns.
         style: Rich style of the line.
-        note: Text after the last cell, which is not cut.
+        note: Text after the last cell. This text is not cut.
     """
     cells = [*_pad_cells(row[:-1], widths), row[-1]]
     return _cut(_GAP.join(cells).rstrip(), width, style, note)
@@ -144,8 +144,8 @@ def _cut(text: str, width: int, style: str, note: str) -> Text:
         text: Text of the line.
         width: Largest width of the line in columns.
         style: Rich style of the line.
-        note: Text after the line, or an empty string. The line is cut before the note, if the
-            terminal is not too narrow.
+        note: Text after the line, or an empty string. A long `text` is shortened so that the whole
+            note stays visible. In a very narrow terminal, the note is cut, too.
     """
     line = Text(text, style=style)
     if note:

@@ -93,7 +93,7 @@ _PROSE = re.compile(r'#[^\n]*|""".*?"""|\'\'\'.*?\'\'\'', re.DOTALL)
 _STEPS = re.compile(r"\b(?:max_steps|num_steps|total_steps|n_steps)\s*[=:]\s*(\d+)\b")
 #: Names of the training step in metrics.
 _STEP_KEYS = frozenset({"global_step", "step", "iteration", "iter"})
-#: Matches such a name in the source of a script.
+#: Matches a name in `_STEP_KEYS`, in quotes, in the source of a script.
 _STEP_KEY = re.compile(rf"""["']({"|".join(sorted(_STEP_KEYS))})["']\s*[:\]]""")
 #: Matches a loop over the training steps. The group contains the first argument of `range`.
 _STEP_LOOP = re.compile(
@@ -559,8 +559,8 @@ class _SpecWriter:
     def _writes_metrics(self) -> bool:
         """True if the script writes its metrics to a file that Muster knows.
 
-        An option, a variable or a key of a configuration file names the metrics file. Or the script
-        writes the file into the folder of its checkpoints, which an option names.
+        This is so in two cases: an option, a variable or a key of a configuration file names the
+        metrics file, or the script writes the file into its output folder.
         """
         return (
             Purpose.METRICS in self._used_options
@@ -722,10 +722,10 @@ class _SpecWriter:
         return text
 
     def _find_unnamed_metrics(self) -> str:
-        """Return the metrics file whose name the source of the script contains, or "".
+        """Search the source of the script for the name of a metrics file, and return its path.
 
-        Return "" if neither the script nor its configuration file names the folder of the
-        checkpoints.
+        Return "" if there is no such name, or if neither the script nor its configuration file
+        names the folder of the checkpoints.
         """
         folder = self._find_config_path(Purpose.CHECKPOINTS)
         if folder is None or not folder.is_fixed or self._writes_metrics:
@@ -1019,7 +1019,7 @@ def _has_module(folder: Path, name: str) -> bool:
 
 
 def _add_comment(text: str, comment: str) -> str:
-    """Return a part of a run spec with a comment above its last line."""
+    """Add a comment above the last line of a part of a run spec, and return the new text."""
     head, _, key = text.rstrip("\n").rpartition("\n")
     return f"{head}\n{comment.rstrip()}\n{key}\n"
 
