@@ -463,7 +463,7 @@ class _SpecWriter:
             self._variables = read_variables(sources)
             self._reader = PathReader(sources)
         self._used_options = self._choose_options()
-        #: Folder of the checkpoints that the script or its configuration file names, or None.
+        #: Folder for checkpoints whose path is in the script or in its configuration file, or None.
         self.own_folder = self._find_own_folder()
         #: Metrics file that the script reads from a configuration file, or None.
         self._config_metrics = self._find_config_path(Purpose.METRICS)
@@ -752,7 +752,7 @@ class _SpecWriter:
             self._correct_by_source(chosen, self._reader)
         if _TRAINING_ARGUMENTS.search(self._script.content):
             name = "--output_dir"
-            # The script's own dataclass may have an option for the folder, too.
+            # If the script's own dataclass has an option for the folder, use that option.
             chosen.setdefault(Purpose.CHECKPOINTS, ScriptOption(name=name, is_required=False))
         return chosen
 

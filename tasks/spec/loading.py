@@ -195,7 +195,9 @@ def parse_yaml(text: str, source: str) -> object:
 
 
 def read_spellings(text: str, parent_path: str = "") -> dict[str, Spelling]:
-    """Return the values without quotes in a YAML text, by their dotted paths in the spec.
+    """Return the spelling of each unquoted value in a YAML text.
+
+    The keys of the result are the dotted paths of the values in the spec.
 
     Args:
         text: Valid YAML.
@@ -208,7 +210,9 @@ def read_spellings(text: str, parent_path: str = "") -> dict[str, Spelling]:
 
 
 def read_override_spellings(overrides: Iterable[str]) -> dict[str, Spelling]:
-    """Return the values without quotes in overrides of the form `a.b=VALUE`, by their paths.
+    """Return the spelling of each unquoted value in overrides of the form `a.b=VALUE`.
+
+    The keys of the result are the paths, such as `a.b`.
 
     A faulty override is ignored.
     """

@@ -632,9 +632,11 @@ def load_pipeline(
 
 
 def _read_stage_spellings(texts: Mapping[str, str]) -> dict[str, Spelling]:
-    """Return the values without quotes in a pipeline spec, by their dotted paths.
+    """Return the spelling of each unquoted value in a pipeline spec.
 
-    A value in the key `set` of a stage also has its path in the run spec of the stage.
+    The keys of the result are the dotted paths of the values. A value in the key `set` of a stage
+    is in the result twice: with its path in the pipeline spec, and with its path in the run spec
+    of the stage.
 
     Args:
         texts: Mapping from the dotted path of each part of the pipeline to its YAML text.
@@ -719,7 +721,9 @@ def parse_pipeline(
 def _read_override_spellings(
     stages: Mapping[int, Mapping[str, Any]], overrides: Iterable[str]
 ) -> dict[str, Spelling]:
-    """Return the values without quotes in overrides, by their dotted paths in the pipeline spec.
+    """Return the spelling of each unquoted value in overrides.
+
+    The keys of the result are the dotted paths of the values in the pipeline spec.
 
     Args:
         stages: The stages of the pipeline by their indexes.

@@ -273,7 +273,7 @@ def find_missing_programs(spec: RunSpec, *, root: Path, path: str) -> tuple[Faul
 
 
 def find_python_script(component: Component | Rollout, root: Path, cwd: str) -> Path | None:
-    """Return the path of the Python script that a component runs on this machine.
+    """Return the path, on this machine, of the Python script that a component runs.
 
     Args:
         component: The component.
@@ -281,7 +281,7 @@ def find_python_script(component: Component | Rollout, root: Path, cwd: str) -> 
         cwd: Value of the spec key `cwd` of the run.
 
     Returns:
-        None if the command runs another program or a module, or if the script does not exist.
+        None if the component runs another program or a module, or if the script does not exist.
     """
     command = _get_local_command(component)
     directory = _find_directory(component.cwd or cwd, root)

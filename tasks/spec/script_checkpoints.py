@@ -1,6 +1,6 @@
-"""Read from the source of a Python script where the script saves and loads its checkpoints.
+"""Find the paths to which a Python script saves its checkpoints, and from which it loads them.
 
-`muster init` uses this module. The script is not run.
+`muster init` uses this module. The module reads the source of the script, and does not run it.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _OTHER_FILE = re.compile(
 _LIBRARY_CLASS = re.compile(r"\w*TrainingArguments|[A-Z]{3,5}Config|RewardConfig|ModelCheckpoint")
 #: Matches the names of functions that load a checkpoint, such as `torch.load`.
 _LOAD = re.compile(r"load|load_(?:checkpoint|ckpt|state|file|from_checkpoint|training_state)")
-#: Matches functions with such a name that load something else, such as `json.load`.
+#: Matches functions with a name such as `load` that load no checkpoint, such as `json.load`.
 _OTHER_LOAD = re.compile(r"(?:json|yaml|toml|tomllib|OmegaConf|pickle|spacy)\.load")
 #: Names of arguments with the checkpoint from which a training resumes.
 _RESUME_ARGUMENTS = ("ckpt_path", "resume_from_checkpoint")
 
 
 def find_subfolder(reader: PathReader, option: str) -> str:
-    """Return the subfolder of an output folder in which a Python script saves its checkpoints.
+    """Return the subfolder in which a Python script saves its checkpoints.
 
     Args:
         reader: Reader of the script, and of the project's modules that the script imports.
-        option: Attribute with the output folder in the parsed options of the script, such as `out`
-            for `args.out`.
+        option: Attribute of the parsed options that contains the path of the output folder, such as
+            `out` for `args.out`.
 
     Returns:
         Path of the subfolder, relative to the output folder, such as `checkpoints`. Empty if the
@@ -67,15 +67,15 @@ def find_subfolder(reader: PathReader, option: str) -> str:
 
 
 def find_saving_option(reader: PathReader) -> str:
-    """Return the option with the folder in which a Python script saves its checkpoints.
+    """Return the option or setting for the folder in which a Python script saves its checkpoints.
 
     Args:
         reader: Reader of the script, and of the project's modules that the script imports.
 
     Returns:
         Attribute of the option, such as `out` for `args.out`, key of a setting or name of an
-        environment variable. Empty if the script saves checkpoints in several folders, or in a
-        folder that begins with no option.
+        environment variable. Empty if the script saves checkpoints in several folders, or if
+        the path of the folder does not begin with the value of an option or setting.
     """
     options = {path.option for path in _list_saved_paths(reader)}
     return options.pop() if len(options) == 1 else ""
@@ -125,8 +125,9 @@ def find_loading_options(reader: PathReader) -> frozenset[str]:
 def _list_saved_paths(reader: PathReader) -> Iterator[ScriptPath]:
     """Yield the paths of the checkpoints that a Python script saves.
 
-    If a path names the step, such as `step-?.pt`, only such paths count: a name without a value may
-    be that of an exported model. The path of a folder that a library gets ends with `?`.
+    If a path contains the step, such as `step-?.pt`, paths without the step are left out, because
+    they may be paths of exported models. If the script passes a folder to a library, the path of
+    this folder is yielded with `?` at its end.
     """
     paths = []
     for call, scope in reader.expressions:
@@ -155,8 +156,8 @@ class _PathCall:
 
     call: ast.Call
     path: ScriptPath
-    #: Name of the argument with the path. Empty if the call gives the argument by its position, or
-    #: if the call is that of a method of the path.
+    #: Name of the argument that contains the path. Empty if the argument is positional, or if the
+    #: called function is a method of the path, such as `path.open()`.
     argument: str
 
 
@@ -175,7 +176,7 @@ def _list_calls(reader: PathReader, option: str) -> Iterator[_PathCall]:
 
 
 def _list_paths(reader: PathReader, option: str) -> Iterator[ScriptPath]:
-    """Yield the paths in the output folder that the script builds."""
+    """Yield each path that the script builds in the output folder."""
     for expression, scope in reader.expressions:
         if isinstance(expression, ast.Call | ast.BinOp | ast.JoinedStr):
             path = reader.read(expression, scope)
@@ -184,9 +185,10 @@ def _list_paths(reader: PathReader, option: str) -> Iterator[ScriptPath]:
 
 
 def _split_at_folder(path: ScriptPath) -> list[str]:
-    """Return the folder of the checkpoints in a path, and the parts of the path in this folder.
+    """Split a path at the part that is the folder of the checkpoints.
 
-    The first item is "" if no part of the path has the name of such a folder.
+    The first item of the result is the path up to this folder. The other items are the parts of the
+    path after this folder. The first item is "" if no part has the name of such a folder.
     """
     for index, part in enumerate(path.fixed_parts, start=1):
         if _FOLDER.fullmatch(part):
@@ -197,8 +199,8 @@ def _split_at_folder(path: ScriptPath) -> list[str]:
 def _find_saved_folders(calls: Sequence[_PathCall]) -> Iterator[str]:
     """Yield the folders in which functions such as `torch.save` save checkpoints.
 
-    Only names with an unknown value count, such as `step-?.pt`, because a name without a value may
-    be that of an exported model.
+    Only files with an unknown value in their names count, such as `step-?.pt`. A file with a fixed
+    name may be an exported model.
     """
     for call in calls:
         path = call.path

@@ -16,7 +16,8 @@ from tasks.spec.script_structure import parse_source
 
 #: Matches the name of the variable of a loop over the training steps.
 _STEP_VARIABLE = re.compile(r"(?:global_|train_|training_)?(?:step|iteration|iter|it)")
-#: Matches the head of another loop that may train, such as `epoch in range(3)`.
+#: Matches the head of a loop that may train, but is no loop over steps. Example:
+#: `epoch in range(3)`.
 _TRAINING_LOOP = re.compile(r"epoch|batch|step|iter|update|loader")
 #: Matches the names of functions and classes whose loops do not train, such as `evaluate`.
 _NO_TRAINING = re.compile(
@@ -55,8 +56,8 @@ def find_step_loop(source: str) -> StepLoop | None:
 
     Returns:
         None if the number of steps is not clear. Examples are a loop in another loop, a loop with
-        a `break`, a function with such a loop that may be called several times, and a second loop
-        that may train. Loops in functions such as `evaluate` do not count.
+        a `break`, a loop in a function that may be called several times, and a script with a second
+        loop that may train. Loops in functions such as `evaluate` do not count.
     """
     tree = parse_source(source)
     if tree is None:
@@ -86,10 +87,10 @@ def may_end_early(source: str) -> bool:
 
 
 def _list_outer_loops(tree: ast.Module) -> Iterator[ast.stmt]:
-    """Yield each loop that is in no other loop, and runs at most once.
+    """Yield each loop that is in no other loop, and that the script starts at most once.
 
-    A loop in a function is left out if another loop calls the function, or if the script mentions
-    the function several times, or as a value.
+    A loop in a function is left out if another loop calls the function, if the script mentions the
+    function several times, or if the script uses the function as a value, such as an argument.
     """
     started = {*_list_started(tree)}
     uses: dict[str, list[bool]] = {}
@@ -127,7 +128,9 @@ def _list_started(tree: ast.Module) -> Iterator[ast.expr]:
 
 
 def _list_uses(node: ast.AST, *, is_repeated: bool = False) -> Iterator[tuple[ast.AST, bool]]:
-    """Yield each node that reads a name or an attribute, and True if it may run several times.
+    """Yield each node that reads a name or an attribute.
+
+    The second item of each pair is True if the node may run several times.
 
     Args:
         node: Node of the syntax tree whose children are searched.
@@ -144,7 +147,9 @@ def _list_uses(node: ast.AST, *, is_repeated: bool = False) -> Iterator[tuple[as
 
 
 def _get_name(node: ast.AST) -> str:
-    """Return the name that a node reads, or its last attribute. Empty for another node."""
+    """Return the name of the variable or attribute that a node reads, such as `c` for `a.b.c`.
+
+    Return "" for any other node."""
     match node:
         case ast.Name(id=name, ctx=ast.Load()) | ast.Attribute(attr=name, ctx=ast.Load()):
             return name
@@ -168,7 +173,7 @@ def _is_training_call_in(node: ast.AST) -> bool:
 
 
 def _trains_elsewhere(tree: ast.Module, loop: ast.stmt) -> bool:
-    """Return True if a loop or a call of `fit` outside a loop over steps also trains a model."""
+    """Return True if the script also trains a model outside a loop, as in a call of `fit`."""
     nodes_of_loop = set(ast.walk(loop))
     return any(
         node not in nodes_of_loop

@@ -1,6 +1,7 @@
-"""Read from the source of a Python script to which metrics file the script writes.
+"""Find the metrics file that a Python script writes.
 
-`muster init` uses this module for scripts that write their own metrics. The script is not run.
+`muster init` uses this module for scripts that write their own metrics. The module reads the source
+of the script, and does not run the script.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ _METRICS_NAME = re.compile(r"(?:metrics?|stats|history|progress|(?:train(?:ing)?
 class WrittenMetrics:
     """A metrics file that a script opens for writing."""
 
-    #: Path of the file relative to the folder, such as `metrics.jsonl`.
+    #: Path of the metrics file, relative to the folder in `folder_attribute`. Example:
+    #: `metrics.jsonl`.
     name: str
-    #: Attribute with the folder of the file in the parsed options of the script, such as
-    #: `output_dir` for `args.output_dir`. Empty if the folder is unknown.
+    #: Attribute of the parsed options that contains the path of the folder, such as `output_dir`
+    #: for `args.output_dir`. Empty if the folder is unknown.
     folder_attribute: str = ""
 
 

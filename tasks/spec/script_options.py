@@ -73,7 +73,8 @@ class ScriptOption:
     default_text: str = ""
     #: True if the option, such as `--verbose`, takes no value.
     is_flag: bool = False
-    #: Name that the source gives to the value of the option, or "" for the usual name.
+    #: Name that the source explicitly gives to the value of the option. Empty if the library makes
+    #: this name from the name of the option.
     given_attribute: str = ""
 
     @property

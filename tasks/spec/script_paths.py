@@ -1,4 +1,4 @@
-"""Read from the source of a Python script which paths the script builds, without running it.
+"""Find the paths that a Python script builds, without running the script.
 
 `muster init` uses this module to find the files that a script writes. The reader follows simple
 assignments, and the arguments of the script's own functions.
@@ -16,7 +16,8 @@ from tasks.spec.script_structure import parse_source
 _PATH_FUNCTIONS = ("Path", "PurePath", "str", "fspath", "join", "abspath", "realpath", "expanduser")
 #: Methods of a path that return the same path in another form.
 _SAME_PATH_METHODS = ("absolute", "resolve", "expanduser", "as_posix")
-#: Largest number of nested expressions that are followed, so that `x = x / "a"` ends.
+#: Largest number of nested expressions that are followed. Without this limit, the reader would
+#: follow `x = x / "a"` without end.
 _MAX_DEPTH = 20
 #: Text in the place of a value that is unknown.
 _UNKNOWN = "?"
@@ -38,7 +39,7 @@ class ScriptPath:
 
     @property
     def fixed_parts(self) -> tuple[str, ...]:
-        """The first parts of the path, up to the first part with an unknown value."""
+        """The parts of the path before the first part with an unknown value."""
         for index, part in enumerate(self.parts):
             if not is_fixed(part):
                 return self.parts[:index]
@@ -51,7 +52,9 @@ def is_fixed(part: str) -> bool:
 
 
 def get_called_name(call: ast.Call) -> str:
-    """Return the name of the called function without its module or object, or ""."""
+    """Return the name of the called function, without the module or object before the name.
+
+    Return "" if the called function has no name."""
     match call.func:
         case ast.Name(id=name) | ast.Attribute(attr=name):
             return name
@@ -204,7 +207,10 @@ class PathReader:
                 arguments[keyword.arg].append((keyword.value, scope))
 
     def _read_text(self, node: ast.expr, scope: Scope, depth: int) -> str:
-        """Return the text of a path, with `_UNKNOWN` and `_OPTION` for values of the script.
+        """Return the text of a path.
+
+        In the text, `_UNKNOWN` stands for an unknown value. `_OPTION` and the name of an option
+        stand for the value of this option.
 
         Args:
             node: Expression with the path, or with a part of the path.
@@ -276,8 +282,9 @@ class PathReader:
         """Return the text of the path in a parameter of a function.
 
         If no call of the function was found, the parameter may be an option, as in
-        `def main(output_dir)` with Click. Then the text is `$output_dir`. Unknown arguments do not
-        count, because a function of another module may have the same name, such as `torch.save`.
+        `def main(output_dir)` with Click. Then the text is `$output_dir`. Arguments with an unknown
+        value are ignored, because the call may be a call of another function with the same name.
+        Example: `torch.save` and a function `save` of the script.
         """
         if not function.arguments[name]:
             return f"{_OPTION}{name}"
@@ -300,7 +307,9 @@ def _list_parameters(arguments: ast.arguments) -> tuple[str, ...]:
 
 
 def _name_variable(target: ast.expr) -> str:
-    """Return the name of a variable, such as `folder` or `self.folder`, or ""."""
+    """Return the name of a variable, such as `folder` or `self.folder`.
+
+    Return "" if the target is no such variable."""
     match target:
         case ast.Name(id=name):
             return name
