@@ -29,9 +29,9 @@ _OPTION = "$"
 class ScriptPath:
     """A path that a script builds."""
 
-    #: Attribute with the beginning of the path in the parsed options of the script, such as
-    #: `output_dir` for `args.output_dir / "a"`. Also the key of a setting, or the name of an
-    #: environment variable, such as `out` for `cfg["out"]`. Empty if the path begins with neither.
+    #: Name of the value with which the path begins. The value is an attribute of the parsed
+    #: options, such as `output_dir` for `args.output_dir / "a"`, the key of a setting, such as
+    #: `out` for `cfg["out"]`, or an environment variable. Empty if the path begins with another value.
     option: str
     #: Names of the folders and of the file after the beginning, such as `("a", "step-?")`. A
     #: question mark or a name with a dollar sign stands for a value that only the script knows.
@@ -105,16 +105,18 @@ class PathReader:
         self.expressions: list[tuple[ast.expr, Scope]] = []
         #: Names of the classes of the source texts.
         self.classes: set[str] = set()
-        #: Functions by their names. A class stands for its constructor.
+        #: Functions by their names. The name of a class leads to the constructor of the class.
         self._functions: dict[str, list[_Function]] = {}
         #: Assignments to attributes of other objects than `self`, such as `args.out = folder`. Each
         #: has the name of the attribute, the value or None if unknown, and the scope.
         self._attribute_values: list[tuple[str, ast.expr | None, Scope]] = []
-        #: Names of attributes to which the script assigns another value than that of the option.
+        #: Names of attributes of the options, such as `out` in `args.out`, to which the script
+        #: assigns a new value.
         self._overwritten: frozenset[str] = frozenset()
-        #: Texts of the variables that were read.
+        #: Cache of the texts that were found for variables, by scope and name of the variable.
         self._texts: dict[tuple[Scope, str], str] = {}
-        #: Variables whose values are being read, so that `x = Path(x)` ends.
+        #: Variables whose values are being read. This prevents an endless recursion for an
+        #: assignment such as `x = Path(x)`.
         self._active: set[tuple[Scope, str]] = set()
         for tree in map(parse_source, sources):
             if tree is not None:
@@ -127,7 +129,8 @@ class PathReader:
             for name, value, scope in self._attribute_values
             if value is None or self._read_text(value, scope, _MAX_DEPTH) != f"{_OPTION}{name}"
         )
-        # The texts that were read until now do not consider the overwritten attributes.
+        # The overwritten attributes were unknown when these texts were read, so the texts may be
+        # wrong.
         self._texts.clear()
 
     def read(self, expression: ast.expr, scope: Scope) -> ScriptPath:
@@ -140,7 +143,8 @@ class PathReader:
         text = self._read_text(expression, scope, _MAX_DEPTH)
         parts = tuple(part for part in text.split("/") if part not in ("", "."))
         if text.startswith("/") and parts:
-            # The first part of an absolute path, so that the path does not look relative.
+            # Put the slash of an absolute path before the first part. Otherwise the path would look
+            # relative.
             parts = (f"/{parts[0]}", *parts[1:])
         option = parts[0].removeprefix(_OPTION) if text.startswith(_OPTION) else ""
         if option.isidentifier() and ".." not in parts:

@@ -1,4 +1,4 @@
-"""Quote in the faults of a spec the values as the YAML file spells them.
+"""Show wrong values in the faults of a spec as the YAML file spells them.
 
 YAML 1.1 reads `on` as true and `1.0e3` as text. A fault that only names the value that was read
 would confuse a user who wrote `on`.
@@ -16,7 +16,7 @@ import yaml
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.values import EXPONENT, describe_value, explain_boolean, suggest_number
 
-#: Names of YAML's types for true and false, and for texts.
+#: YAML tags of Booleans and of texts.
 _BOOL = "tag:yaml.org,2002:bool"
 _STR = "tag:yaml.org,2002:str"
 #: Matches the problem of a fault if a number is expected.
@@ -89,8 +89,8 @@ def quote_spellings(read_spellings: Callable[[], Mapping[str, Spelling]]) -> Ite
 def _quote_spelling(fault: Fault, spelling: Spelling | None) -> Fault:
     """Return a fault with the spelling of the wrong value, or the fault itself.
 
-    The spelling is used if the fault names the value. If a later change replaced the value of the
-    file, the fault names another value.
+    The spelling is used only if the fault names the value from the file. If the value was replaced
+    after the file was read, the fault names the new value, and is returned unchanged.
     """
     if spelling is None:
         return fault

@@ -568,9 +568,9 @@ def init(path: Path = Path(), /, *, force: bool = False) -> None:
         print(_describe_own_folder(draft.own_folder, spec_path))
     elif draft.needs_checkpoints_variable:
         print(
-            f"{draft.file} has no option for the folder of its checkpoints that Muster recognises. "
-            f"So {spec_path} sets the variable CHECKPOINTS: let the script save its checkpoints in "
-            'os.environ["CHECKPOINTS"].'
+            f"Muster found no option of {draft.file} that sets the folder of the checkpoints. So "
+            f"{spec_path} sets the environment variable CHECKPOINTS. Change the script so that it "
+            'saves its checkpoints in os.environ["CHECKPOINTS"].'
         )
     if draft.missing_arguments:
         names = join_commas(draft.missing_arguments)
@@ -587,7 +587,7 @@ def init(path: Path = Path(), /, *, force: bool = False) -> None:
 
 
 def _describe_own_folder(folder: OwnFolder, spec_path: Path) -> str:
-    """Return a message about the folder of the checkpoints that the script itself chooses.
+    """Return a message about a script that chooses its own folder for checkpoints.
 
     Args:
         folder: The folder.

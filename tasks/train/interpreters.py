@@ -51,7 +51,7 @@ def find_command_interpreter(
 ) -> Interpreter:
     """Return the Python interpreter that the command of a component really runs.
 
-    This is another interpreter than that of `component_interpreter` if the command contains a path,
+    The result differs from the result of `component_interpreter` if the command contains a path,
     such as `/opt/conda/bin/python`, or if a launcher such as `torchrun` belongs to another
     environment.
 
@@ -69,7 +69,7 @@ def find_command_interpreter(
         return chosen
     if is_python_name(command[0]):
         return Interpreter(path=str(python), reason=f"in the command of {name}")
-    return Interpreter(path=str(python), reason=f"of the program {command[0]}, which {name} starts")
+    return Interpreter(path=str(python), reason=f"of {command[0]}, the program of {name}")
 
 
 def _is_same_interpreter(python: Path, other: Path) -> bool:

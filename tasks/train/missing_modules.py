@@ -26,12 +26,13 @@ from tasks.train.interpreters import (
     find_command_interpreter,
 )
 
-#: Program that prints those of its arguments that are no modules. The modules are not imported.
+#: Program that prints each argument that is not the name of an installed module. The program does
+#: not import the modules.
 _PROGRAM = """
 import importlib.util, sys
 print(*[name for name in sys.argv[1:] if importlib.util.find_spec(name) is None])
 """
-#: Longest duration of this program in seconds.
+#: Longest time, in seconds, that `_PROGRAM` may run.
 _WITHIN_S = 10.0
 
 
@@ -60,21 +61,25 @@ def describe_missing_modules(spec: RunSpec, root: Path) -> Iterator[str]:
         missing = _find_missing(names, Path(python.path), script, cwd, env)
         if missing:
             noun = "module" if len(missing) == 1 else "modules"
-            advice = f"Install the {noun} there, or use another environment"
+            advice = f"Install the {noun} in this environment, or use another environment"
             if python == component_interpreter(env, root) and python.environment is None:
-                # The interpreter is Muster's own, whose environment belongs to Muster.
+                # This interpreter runs Muster. Users should not install modules for Muster.
                 advice = (
-                    f"Create the environment of the training as {root / '.venv'}, or activate it "
-                    "before you call Muster"
+                    f"Create a Python environment for the training in {root / '.venv'}. If the "
+                    "training already has an environment, activate that environment before you "
+                    "call Muster"
                 )
             yield (
                 f"{script.name} imports the {noun} {join_words(missing)}, but the Python "
-                f"environment of {name} does not have the {noun}: {python}. {advice}"
+                f"environment of {name} does not have the {noun}. The environment is that of "
+                f"{python}. {advice}"
             )
 
 
 def _list_imports(script: Path) -> frozenset[str]:
-    """Return the top-level names of the modules that a script imports at its top level."""
+    """Return the modules that a script imports outside functions and other blocks.
+
+    For `import torch.nn`, the module is `torch`."""
     with suppress(OSError, UnicodeDecodeError):
         tree = parse_source(script.read_text(encoding="utf-8"))
         names: set[str] = set()

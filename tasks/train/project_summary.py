@@ -26,7 +26,7 @@ def print_project(spec: RunSpec, root: Path) -> None:
     )
     interpreters = describe_interpreters(spec, root)
     print(f"  project {root}, {code}, python {interpreters}", file=sys.stderr)
-    # A missing program is no fault, because the run may start on another host that has the program.
+    # Only print the faults, because the run may start on another host that has the files.
     for fault in find_missing_files(spec, root):
         print(
             "  this machine does not have a file that the run needs. Check that the host of the "

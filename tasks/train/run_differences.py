@@ -263,7 +263,7 @@ class _Argument:
     #: Name of the option with its dashes, such as `--lr`. For an argument such as `lr=6e-3`, the
     #: text before the equals sign. Empty for another argument.
     option: str = ""
-    #: Values of the option. For another argument, only the argument.
+    #: Values of the option. If the argument is no option, only the argument itself.
     values: tuple[str, ...] = ()
     #: True if the option and its value are one word, such as `--lr=6e-3`.
     is_one_word: bool = False
@@ -437,8 +437,8 @@ def _find_attempt(name: str) -> _FoundAttempt:
 def _has_submitted_code(found: _FoundAttempt) -> bool:
     """Return True if the spec of an attempt names submitted code.
 
-    `muster submit` and deployments write the name of the code into the spec. The value `live` is no
-    name: a user can write this value into each spec.
+    `muster submit` and deployments write the name of the code into the spec. The value `live` does
+    not count, because a user can write `live` into any spec.
     """
     assert found.attempt is not None
     code = read_attempt_spec(found.run.place, found.attempt.number).get("code")
@@ -559,10 +559,10 @@ def _flatten_provenance(provenance: Mapping[str, object]) -> dict[str, object]:
 def _read_comparable_spec(place: RunPlace, attempt: AttemptRecord, project: str) -> object:
     """Return the spec of an attempt, with placeholders instead of paths, ports and the run id.
 
-    Paths, ports and run ids can differ although two specs are the same. A comparison must not list
-    these differences. A submitted run works in a copy of the project, so the path of the project
-    replaces the path of the copy. An empty text replaces the path of the checkpoint from which the
-    attempt resumes.
+    Two equal specs can still differ in paths, ports and run ids. A comparison must not list these
+    differences, so these values are replaced. A submitted run works in a copy of the project: the
+    path of the project replaces the path of the copy. An empty text replaces the path of the
+    checkpoint from which an attempt resumes, as in an attempt that does not resume.
 
     Args:
         place: Paths of the run's files.
@@ -571,9 +571,10 @@ def _read_comparable_spec(place: RunPlace, attempt: AttemptRecord, project: str)
     """
     placeholders = {str(place.code): project} if project else {}
     if attempt.resume_from:
-        # The value of `${attempt.resume_from}` is empty in an attempt that does not resume. So
-        # replace the value with an empty text in an attempt that resumes. This entry must come
-        # first, because the path of the checkpoint often starts with the path of the run.
+        # The value of `${attempt.resume_from}` is empty in an attempt that does not resume. To
+        # make both kinds of attempts comparable, use an empty text for an attempt that resumes, too.
+        # This entry must come first, because the path of the checkpoint often starts with the path
+        # of the run.
         placeholders = {attempt.resume_from: "", **placeholders}
     placeholders |= {
         str(place.attempt(attempt.number).directory): "${attempt.dir}",

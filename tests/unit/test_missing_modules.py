@@ -32,7 +32,7 @@ def test_warning_names_the_missing_module_and_the_environment(tmp_path: Path) ->
     assert warning.startswith("train.py imports the module no_such_torch, but the Python")
     assert sys.executable in warning
     # This is Muster's own interpreter. Users should not install packages in Muster's environment.
-    assert f"Create the environment of the training as {tmp_path / '.venv'}" in warning
+    assert f"Create a Python environment for the training in {tmp_path / '.venv'}" in warning
 
 
 def test_warning_about_an_environment_of_the_user_advises_to_install_the_module(
@@ -44,7 +44,7 @@ def test_warning_about_an_environment_of_the_user_advises_to_install_the_module(
 
     [warning] = list_warnings(tmp_path, "import no_such_torch\n", "python", "train.py")
 
-    assert f"{python} (of the project's .venv). Install the module there" in warning
+    assert f"{python} (of the project's .venv). Install the module in this environment" in warning
 
 
 def test_warning_names_all_missing_modules(tmp_path: Path) -> None:
