@@ -103,14 +103,12 @@ def _list_named_by_command(component: ComponentPlan) -> Iterator[Path]:
     and its parent folders are skipped, because other programs may write into these folders.
     """
     command = component.command
-    cwd = Path(os.path.normpath(command.cwd))
     for argument in command.argv:
         for word in dict.fromkeys((argument, *_WORD.findall(argument))):
-            # Remove `..` from the path, so that a parent folder is recognised.
-            path = Path(os.path.normpath(command.cwd / word))
+            path = command.cwd / word
             if _is_candidate(path.name):
                 yield path
-            elif "/" in word and not cwd.is_relative_to(path):
+            elif "/" in word and not _is_inside(command.cwd, path):
                 yield from _list_files(path)
 
 
@@ -144,6 +142,15 @@ def _list_files(folder: Path) -> Iterator[Path]:
             if _is_candidate(name):
                 yield parent / name
         remaining += [(parent / name, level + 1) for name in sorted(subfolders, reverse=True)]
+
+
+def _is_inside(path: Path, folder: Path) -> bool:
+    """Return True if a path is a folder itself or is inside the folder.
+
+    Links and `..` are resolved, because the system resolves both to list the folder. The paths may
+    be relative.
+    """
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
 def _is_same_path(path: Path, other: Path) -> bool:

@@ -31,7 +31,7 @@ class ScriptPath:
 
     #: Name of the value with which the path begins. The value is an attribute of the parsed
     #: options, such as `output_dir` for `args.output_dir / "a"`, the key of a setting, such as
-    #: `out` for `cfg["out"]`, or an environment variable. Empty if the path begins with another value.
+    #: `out` for `cfg["out"]`, or an environment variable. Empty for another value.
     option: str
     #: Names of the folders and of the file after the beginning, such as `("a", "step-?")`. A
     #: question mark or a name with a dollar sign stands for a value that only the script knows.
@@ -107,30 +107,24 @@ class PathReader:
         self.classes: set[str] = set()
         #: Functions by their names. The name of a class leads to the constructor of the class.
         self._functions: dict[str, list[_Function]] = {}
-        #: Assignments to attributes of other objects than `self`, such as `args.out = folder`. Each
-        #: has the name of the attribute, the value or None if unknown, and the scope.
-        self._attribute_values: list[tuple[str, ast.expr | None, Scope]] = []
-        #: Names of attributes of the options, such as `out` in `args.out`, to which the script
-        #: assigns a new value.
-        self._overwritten: frozenset[str] = frozenset()
         #: Cache of the texts that were found for variables, by scope and name of the variable.
         self._texts: dict[tuple[Scope, str], str] = {}
         #: Variables whose values are being read. This prevents an endless recursion for an
         #: assignment such as `x = Path(x)`.
         self._active: set[tuple[Scope, str]] = set()
+        #: Values that the source texts assign to attributes such as `args.out`, by the name of the
+        #: attribute. Each value has its scope. None stands for an unknown value.
+        self._new_values: dict[str, list[tuple[ast.expr, Scope] | None]] = {}
+        #: Names of the options to which the source texts assign another path.
+        self._changed_options: frozenset[str] = frozenset()
         for tree in map(parse_source, sources):
             if tree is not None:
                 self._collect(tree)
         for expression, scope in self.expressions:
             if isinstance(expression, ast.Call):
                 self._bind_arguments(expression, scope)
-        self._overwritten = frozenset(
-            name
-            for name, value, scope in self._attribute_values
-            if value is None or self._read_text(value, scope, _MAX_DEPTH) != f"{_OPTION}{name}"
-        )
-        # The overwritten attributes were unknown when these texts were read, so the texts may be
-        # wrong.
+        self._changed_options = self._find_changed_options()
+        # The changed options were unknown when these texts were read, so the texts may be wrong.
         self._texts.clear()
 
     def read(self, expression: ast.expr, scope: Scope) -> ScriptPath:
@@ -156,6 +150,8 @@ class PathReader:
         module = Scope()
         constructors: dict[ast.AST, str] = {}
         simple_targets: set[ast.AST] = set()
+        #: Attributes that get a value only if the user does not give the option.
+        defaults: set[ast.AST] = set()
         # A loop, because the nodes of a long expression may be nested too deep for a recursion.
         nodes: list[tuple[ast.AST, Scope]] = [(tree, module)]
         while nodes:
@@ -167,14 +163,18 @@ class PathReader:
                     | ast.NamedExpr(target=target, value=value)
                 ):
                     simple_targets.add(target)
+                    if isinstance(target, ast.Attribute) and target not in defaults:
+                        self._assign_attribute(target, (value, scope))
                     if name := _name_variable(target):
                         (scope if "." not in name else module).assign(name, (value, scope))
-                    elif isinstance(target, ast.Attribute):
-                        self._attribute_values.append((target.attr, value, scope))
-                case ast.AugAssign(target=ast.Attribute(attr=name)):
-                    self._attribute_values.append((name, None, scope))
                 case ast.Name(ctx=ast.Store(), id=name) if node not in simple_targets:
                     scope.assign(name, None)
+                case ast.Attribute(ctx=ast.Store()) if not (
+                    node in simple_targets or node in defaults
+                ):
+                    self._assign_attribute(node, None)
+                case ast.If():
+                    defaults |= _list_defaults(node)
                 case ast.ClassDef(name=name, body=body):
                     self.classes.add(name)
                     constructors |= dict.fromkeys(body, name)
@@ -197,6 +197,29 @@ class PathReader:
             if isinstance(node, ast.expr):
                 self.expressions.append((node, scope))
             nodes += [(child, inner) for child in ast.iter_child_nodes(node)]
+
+    def _assign_attribute(
+        self, target: ast.Attribute, value: tuple[ast.expr, Scope] | None
+    ) -> None:
+        """Note a value of an attribute. An attribute of `self` is a variable and no option."""
+        if not _name_variable(target):
+            self._new_values.setdefault(target.attr, []).append(value)
+
+    def _find_changed_options(self) -> frozenset[str]:
+        """Return the options to which the source texts assign another path.
+
+        An option with the same path in another form is left out, as in `args.out = Path(args.out)`.
+        Any object may be the parsed options, because a function may receive the options under
+        another name. So attributes with the same name are not distinguished.
+        """
+        return frozenset(
+            name
+            for name, values in self._new_values.items()
+            if any(
+                value is None or self._read_text(*value, _MAX_DEPTH) != f"{_OPTION}{name}"
+                for value in values
+            )
+        )
 
     def _bind_arguments(self, call: ast.Call, scope: Scope) -> None:
         """Add the arguments of a call to the parameters of the called function."""
@@ -244,7 +267,7 @@ class PathReader:
                 variable = _name_variable(node)
                 if variable and scope.find(variable) is not None:
                     return self._read_variable(variable, scope, depth - 1)
-                return _UNKNOWN if name in self._overwritten else f"{_OPTION}{name}"
+                return _UNKNOWN if name in self._changed_options else f"{_OPTION}{name}"
             case ast.BinOp(left=left, op=ast.Div(), right=right):
                 return "/".join(read_all([left, right]))
             case ast.BinOp(left=left, op=ast.Add(), right=right):
@@ -308,6 +331,32 @@ def _list_parameters(arguments: ast.arguments) -> tuple[str, ...]:
     """Return the names of the parameters that a call may give by their position."""
     names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
     return tuple(names[1:] if names[:1] in (["self"], ["cls"]) else names)
+
+
+def _list_defaults(statement: ast.If) -> set[ast.AST]:
+    """Return the attributes to which a statement assigns a value only if they are empty.
+
+    An example is `args.out` in `if args.out is None: args.out = "runs"`. This assignment does not
+    happen if the user gives the option.
+    """
+    match statement.test:
+        case (
+            ast.Compare(
+                left=ast.Attribute(attr=name),
+                ops=[ast.Is() | ast.Eq()],
+                comparators=[ast.Constant(value=None | "")],
+            )
+            | ast.UnaryOp(op=ast.Not(), operand=ast.Attribute(attr=name))
+        ):
+            pass
+        case _:
+            return set()
+    return {
+        node
+        for inner in statement.body
+        for node in ast.walk(inner)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr == name
+    }
 
 
 def _name_variable(target: ast.expr) -> str:

@@ -571,8 +571,8 @@ def _read_comparable_spec(place: RunPlace, attempt: AttemptRecord, project: str)
     """
     placeholders = {str(place.code): project} if project else {}
     if attempt.resume_from:
-        # The value of `${attempt.resume_from}` is empty in an attempt that does not resume. To
-        # make both kinds of attempts comparable, use an empty text for an attempt that resumes, too.
+        # The value of `${attempt.resume_from}` is empty in an attempt that does not resume. Use an
+        # empty text for an attempt that resumes, too, to make both kinds of attempts comparable.
         # This entry must come first, because the path of the checkpoint often starts with the path
         # of the run.
         placeholders = {attempt.resume_from: "", **placeholders}

@@ -477,24 +477,52 @@ def test_step_key_is_read_from_the_object_that_the_script_writes_as_json(
 
 
 @pytest.mark.parametrize(
-    ("statement", "is_known"),
+    "assignment",
     [
-        ("args.output_dir = os.path.join(args.output_dir, args.name)", False),
-        ("args.output_dir += args.name", False),
-        ("args.output_dir = Path(args.output_dir)", True),
+        "args.out = os.path.join(args.out, args.plots)",
+        'args.out = Path(args.out) / "run"',
+        'args.out += "/run"',
+        'args.out: str = f"{args.out}/run"',
+        "args.out, n = find_folder(), 1",
+        "if args.plots: args.out = args.plots",
+        "if args.out is None: pass\n    else: args.out = args.plots",
+        "for args.out in find_folders(): pass",
     ],
 )
-def test_folder_of_an_option_is_unknown_if_the_script_assigns_a_new_value_to_the_option(
-    tmp_path: Path, statement: str, is_known: bool
+def test_folder_is_unknown_if_the_script_changes_the_option(
+    tmp_path: Path, assignment: str
 ) -> None:
-    source = OWN_METRICS.replace("OPEN", 'open(f"{args.output_dir}/metrics.jsonl", "a")')
-    source = source.replace("out = Path", f"{statement}\nout = Path")
-    folder = project(tmp_path, {"train.py": source})
+    save = 'torch.save({}, os.path.join(args.out, "checkpoints", f"{step}.pt"))'
 
-    draft = draft_spec(folder)
+    spec = load_with_saves(tmp_path, assignment, save)
 
-    assert ("own metrics file" in draft.text) is not is_known
-    assert (f"{SAVED}/metrics.jsonl" in draft.text) is is_known
+    # The folder in which the script saves is unknown, so the spec names no subfolder.
+    assert get_output_folders(spec) == (SAVED, SAVED)
+    assert spec.progress is not None and spec.progress.jsonl == "${attempt.dir}/metrics.jsonl"
+
+
+@pytest.mark.parametrize(
+    "assignment",
+    [
+        "args.out = Path(args.out)",
+        "args.out = os.path.abspath(os.path.expanduser(args.out))",
+        "args.out = Path(args.out).resolve()",
+        'args.out = args.out or "runs"',
+        'if args.out is None: args.out = f"runs/{step}"',
+        "if not args.out: args.out = find_folder()",
+        "args.plots = find_folder()",
+        "saver.out = args.out",
+    ],
+)
+def test_option_with_the_same_meaning_after_an_assignment_is_the_output_folder(
+    tmp_path: Path, assignment: str
+) -> None:
+    save = 'torch.save({}, os.path.join(args.out, "checkpoints", f"{step}.pt"))'
+
+    spec = load_with_saves(tmp_path, assignment, save)
+
+    assert get_output_folders(spec) == (OUTPUT, f"{OUTPUT}/checkpoints")
+    assert spec.progress is not None and spec.progress.jsonl == f"{OUTPUT}/metrics.jsonl"
 
 
 def test_training_that_may_end_early_completes_without_its_last_step(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,32 @@ def test_folder_above_the_working_directory_is_not_searched(tmp_path: Path) -> N
     write_steps(tmp_path / "other" / "m.jsonl")
 
     assert find_metrics(plan(tmp_path, "train", "/", f"{tmp_path}/", "../", "./../")) is None
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["../", "./..", "../../", "out/../../", "--root=../", "./", "link/", "link/project/", "ROOT/"],
+)
+@pytest.mark.parametrize("is_relative", [False, True])
+def test_other_path_of_a_folder_above_the_working_directory_is_not_searched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argument: str, is_relative: bool
+) -> None:
+    parent = tmp_path / "a"
+    parent.mkdir()
+    attempt_plan = plan(parent, "python", "train.py", argument.replace("ROOT", str(tmp_path)))
+    if is_relative:
+        # The plan of a run has the working directory of the spec, such as `.`.
+        monkeypatch.chdir(parent / "project")
+        [trainer] = attempt_plan.components
+        command = replace(trainer.command, cwd=Path())
+        trainer = replace(trainer, command=command)
+        attempt_plan = replace(attempt_plan, cwd=Path(), components=(trainer,))
+    (parent / "project" / "out").mkdir()
+    (parent / "project" / "link").symlink_to(parent)
+    write_steps(tmp_path / "m.jsonl")
+    write_steps(parent / "other" / "m.jsonl")
+
+    assert find_metrics(attempt_plan) is None
 
 
 class CountingListing:
