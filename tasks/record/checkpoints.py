@@ -45,10 +45,17 @@ from tasks.record.evaluation_rules import list_reasons_to_keep
 from tasks.record.evaluations import EvaluationsJson, read_evaluated_checkpoints
 from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord, RefusedCheckpoint, ResumeRecord, RunJson
+from tasks.spec.checkpoint_urls import is_url
 from tasks.spec.component import Component
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.formatting import join_commas
-from tasks.spec.placeholders import find_names, find_uses, mapping_or_empty, substitute
+from tasks.spec.placeholders import (
+    find_names,
+    find_uses,
+    has_placeholders,
+    mapping_or_empty,
+    substitute,
+)
 from tasks.spec.run import RunSpec
 from tasks.spec.start_from import StartFrom
 
@@ -472,8 +479,36 @@ def _is_own_folder(written: str, root: Path, place: RunPlace) -> bool:
 
     No other run writes to such a folder.
     """
+    return _is_in(written, root, place.directory)
+
+
+def _is_in(written: str, root: Path, parent: Path) -> bool:
+    """Return True if a folder of checkpoints is inside another folder, or is that folder."""
     folder = find_local_path(parse_checkpoint_path(written, root))
-    return folder is not None and folder.resolve().is_relative_to(place.directory.resolve())
+    return folder is not None and folder.resolve().is_relative_to(parent.resolve())
+
+
+def list_output_folders(spec: RunSpec, root: Path) -> tuple[str, ...]:
+    """Return the folders of a project in which the components of a run save their checkpoints.
+
+    Args:
+        spec: The run spec, in which placeholders may not be replaced yet.
+        root: Root folder of the project.
+
+    Returns:
+        Paths relative to the project. A folder outside the project, a URL and a path with
+        placeholders are left out.
+    """
+    folders = []
+    for component in spec.processes.values():
+        written = component.checkpoints or ""
+        if not written or is_url(written) or has_placeholders(written):
+            continue
+        path = Path(root, component.cwd or spec.cwd, find_fixed_folder(written))
+        folder = os.path.relpath(os.path.normpath(path), root)
+        if folder != os.curdir and not folder.startswith(os.pardir):
+            folders.append(folder)
+    return tuple(dict.fromkeys(folders))
 
 
 def _why_foreign(checkpoint: Checkpoint, foreign: Mapping[str, str]) -> str:
@@ -539,9 +574,11 @@ def find_foreign_checkpoints(
     if number > 1 and not _is_per_attempt(spec.processes[name].checkpoints or ""):
         return {}
     root = Path.cwd() / (component.cwd or resolved.cwd)
-    if _is_own_folder(written, root, place):
+    if not _is_own_folder(written, root, place):
+        claim_folder(identify_folder(written, root), place.run_id)
+    elif not _is_in(written, root, place.code):
         return {}
-    claim_folder(identify_folder(written, root), place.run_id)
+    # The copy of the project may contain checkpoints of other runs, too.
     listing = list_checkpoints(written, root, is_running=True)
     return {str(checkpoint.path): _sign(checkpoint) for checkpoint in listing.checkpoints}
 

@@ -22,7 +22,7 @@ import sys
 import tarfile
 import time
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -83,11 +83,13 @@ class Code:
     diff: str = ""
 
 
-def store_project(root: Path) -> str:
+def store_project(root: Path, outputs: Collection[str] = ()) -> str:
     """Store a snapshot of a project in the code store, without the files that git ignores.
 
     Args:
         root: The project folder.
+        outputs: Folders in which runs save their checkpoints, relative to the project folder. Files
+            of such a folder are left out, unless git tracks a file in the folder.
 
     Returns:
         The name of the snapshot's entry in the code store.
@@ -101,7 +103,7 @@ def store_project(root: Path) -> str:
     limit = int(CODE_MIB.read() * 2**20)
     _refuse_large_folder(root, limit)
     sizes: dict[str, int] = {}
-    for name in sorted(_files(root).names):
+    for name in sorted(_leave_out_outputs(root, _files(root).names, outputs)):
         # A file may have been deleted after git listed it.
         with suppress(FileNotFoundError):
             sizes[name] = (root / name).lstat().st_size
@@ -110,6 +112,30 @@ def store_project(root: Path) -> str:
         raise _too_large(root, count, sizes, limit)
     code = Code(tree=store_content(_packed(root, sizes)), project=str(root), **_changes(root))
     return store_content(json.dumps(asdict(code)).encode())
+
+
+def _leave_out_outputs(root: Path, names: Set[str], outputs: Collection[str]) -> Set[str]:
+    """Return the paths of a project's files without the files that runs have written.
+
+    Args:
+        root: The project folder.
+        names: Paths of the files, relative to the project folder.
+        outputs: See `store_project`.
+    """
+    inside = {
+        output: {name for name in names if PurePosixPath(name).is_relative_to(output)}
+        for output in outputs
+    }
+    written = set().union(*inside.values())
+    if not written:
+        return names
+    tracked: set[str] = set()
+    if (repository := find_repository(root)) is not None:
+        with suppress(GitFailed, OSError), git_view(root, repository) as git:
+            tracked = git.list("-c")
+    # A folder with tracked files belongs to the project. The run may read its files.
+    kept = set().union(*(files for files in inside.values() if files & tracked))
+    return names - (written - kept)
 
 
 def _refuse_large_folder(root: Path, limit: int) -> None:

@@ -178,7 +178,12 @@ _PART_BYTES = 4 << 20
 _PAGE_SIZE = 200
 
 
-def store_submitted_code(client: SyncPrefectClient | None, code: str | None, root: Path) -> str:
+def store_submitted_code(
+    client: SyncPrefectClient | None,
+    code: str | None,
+    root: Path,
+    outputs: Collection[str] = (),
+) -> str:
     """Store the code of a submitted spec on this machine and on the server, and return its name.
 
     Args:
@@ -186,6 +191,7 @@ def store_submitted_code(client: SyncPrefectClient | None, code: str | None, roo
         code: Name of stored code in the spec, which is returned unchanged. If None, a new snapshot
             of the project is stored.
         root: Root folder of the project.
+        outputs: See `code_store.store_project`.
 
     Raises:
         InvalidSpec: The project cannot be stored.
@@ -195,7 +201,7 @@ def store_submitted_code(client: SyncPrefectClient | None, code: str | None, roo
     if code == LIVE_CODE:
         return LIVE_CODE
     fetch = partial(download_code, client) if client is not None else lambda _name: None
-    name = code or code_store.store_project(root)
+    name = code or code_store.store_project(root, outputs)
     code_store.read_content(code_store.read_code(name, fetch).tree, fetch)
     if client is not None:
         upload_code(client, name)

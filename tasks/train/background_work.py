@@ -5,13 +5,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from tasks.processes.host_limits import describe_shortage
 from tasks.processes.identity import host_name
 from tasks.record import code_store
-from tasks.record.checkpoints import find_superfluous_checkpoints, remove_checkpoint
+from tasks.record.checkpoints import (
+    find_superfluous_checkpoints,
+    list_output_folders,
+    remove_checkpoint,
+)
 from tasks.record.places import RunPlace, muster_home
 from tasks.record.run_json import RunRecord
 from tasks.spec.errors import InvalidSpec
@@ -91,7 +95,7 @@ def record_provenance(
         homes = (Path.home(), muster_home())
         has_home = any(home.is_relative_to(root.absolute()) for home in homes)
         if code is None and (is_project_root(root) or not has_home):
-            code = _store_used_files(root)
+            code = _store_used_files(root, list_output_folders(spec, root))
         provenance = code_store.describe_versions(code, root, python)
         diff = secrets.mask(str(provenance.get("diff") or ""))
         provenance["diff"] = mask_text(diff, find_code_secrets(diff))
@@ -100,17 +104,18 @@ def record_provenance(
         _log.warning("could not record the code of run %s: %r", record.content.run_id, error)
 
 
-def _store_used_files(root: Path) -> code_store.Code | None:
+def _store_used_files(root: Path, outputs: Collection[str]) -> code_store.Code | None:
     """Store a copy of the project's present files, so that two runs can be compared later.
 
     Args:
         root: Root folder of the project.
+        outputs: See `code_store.store_project`.
 
     Returns:
         The stored code. None if the files cannot be stored, for example because they are too large.
     """
     try:
-        return code_store.read_code(code_store.store_project(root))
+        return code_store.read_code(code_store.store_project(root, outputs))
     except (InvalidSpec, code_store.NoCode) as error:
         _log.info(
             "the files of the project %s were not copied, so `muster show --diff` cannot "

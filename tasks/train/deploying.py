@@ -28,6 +28,7 @@ from pydantic import ValidationError
 from tasks.pipeline.stage_specs import add_code, require_deployment
 from tasks.processes.devices import Devices
 from tasks.queue.ledger import parse_request
+from tasks.record.checkpoints import list_output_folders
 from tasks.record.places import muster_home, write_for_caller
 from tasks.server.artifacts import make_code_label, store_submitted_code
 from tasks.server.deployments import (
@@ -138,7 +139,7 @@ def _add_run_code(client: SyncPrefectClient | None, spec: RunSpec, root: Path) -
     is kept. If the run needs the Python environment of this shell, the returned spec also contains
     the path of the environment.
     """
-    code = store_submitted_code(client, spec.code, root)
+    code = store_submitted_code(client, spec.code, root, list_output_folders(spec, root))
     return add_active_environment(spec, root).model_copy(update={"code": code})
 
 
@@ -597,8 +598,8 @@ def _describe_own_folder(folder: OwnFolder, spec_path: Path) -> str:
     if folder.is_fixed:
         return (
             f"The script probably saves its checkpoints in {folder.path}, {source}. So "
-            f"`checkpoints` in {spec_path} names this folder, which all runs share. The comments "
-            "in the file show how to give each run a folder of its own."
+            f"`checkpoints` in {spec_path} names this folder, which all runs of `muster train` "
+            "share. The comments in the file show how to give each run a folder of its own."
         )
     return (
         f"The script may save its checkpoints in {folder.path}, {source}. But `checkpoints` in "

@@ -14,6 +14,7 @@ from tasks.record.checkpoint_claims import claim_folder
 from tasks.record.checkpoints import (
     find_foreign_checkpoints,
     find_superfluous_checkpoints,
+    list_output_folders,
     plan_resume,
     remove_checkpoint,
 )
@@ -94,6 +95,49 @@ def test_checkpoints_from_before_the_run_are_never_used_or_removed(
     assert set(refused) == {"step_800.pt", "step_900.pt", "step_1000.pt"}
     assert "belongs to another run" in refused["step_1000.pt"]
     assert names_in(folder) == {*refused, "step_30.pt", "step_40.pt"}
+
+
+def test_checkpoint_in_the_copy_of_the_project_is_never_used(
+    muster_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A submitted run works in a copy of the project, in the folder of the run.
+    code = RunPlace.of("b").code
+    folder = code / "checkpoints"
+    folder.mkdir(parents=True)
+    files.plain_torch(folder, 900)
+    monkeypatch.chdir(code)
+    run = Run("b", "checkpoints")
+    assert run.resume()[0] == ""
+
+    files.plain_torch(folder, 10)
+    files.plain_torch(folder, 20)
+    chosen, refused = run.resume()
+
+    assert chosen == "step_20.pt"
+    assert "belongs to another run" in refused["step_900.pt"]
+
+
+@pytest.mark.parametrize(
+    ("cwd", "checkpoints", "folders"),
+    [
+        (".", "out", ("out",)),
+        ("lib", "./out/step-*", ("lib/out",)),
+        ("lib", "../out", ("out",)),
+        (".", "ROOT/out", ("out",)),
+        (".", "../out", ()),
+        (".", ".", ()),
+        (".", "/elsewhere/out", ()),
+        (".", "${run.dir}/out", ()),
+        (".", "s3://bucket/out", ()),
+    ],
+)
+def test_folders_of_a_project_in_which_a_run_saves_checkpoints_are_listed(
+    tmp_path: Path, cwd: str, checkpoints: str, folders: tuple[str, ...]
+) -> None:
+    trainer = {"command": ["x"], "checkpoints": checkpoints.replace("ROOT", str(tmp_path))}
+    data = {"name": "x", "workload": "sft", "cwd": cwd, "components": {"trainer": trainer}}
+
+    assert list_output_folders(RunSpec.model_validate(data), tmp_path) == folders
 
 
 def test_overwritten_checkpoint_belongs_to_the_run_that_wrote_it_last(folder: Path) -> None:

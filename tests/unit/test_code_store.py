@@ -100,6 +100,44 @@ def test_checkout_restores_the_work_tree_and_links_ignored_files(
     assert len(code.commit) == 40 and "-old\n" in code.diff and "+new\n" in code.diff
 
 
+@pytest.mark.parametrize("is_repository", [True, False])
+def test_checkpoints_in_the_folder_that_the_spec_names_are_not_copied(
+    tmp_path: Path, is_repository: bool
+) -> None:
+    root = tmp_path / "project"
+    root.mkdir()
+    if is_repository:
+        git(root, "init", "-q")
+    write(root, train_py="a", out__step_1="weights", out2__x="b")
+
+    check_out(read_code(store_project(root, ["out"])), tmp_path / "copy")
+
+    assert files_in(tmp_path / "copy") == {"train.py": "a", "out2/x": "b"}
+
+
+def test_folder_of_checkpoints_with_files_in_git_is_copied(tmp_path: Path) -> None:
+    root = tmp_path / "project"
+    root.mkdir()
+    git(root, "init", "-q")
+    write(root, train_py="a", models__base="weights", models__step_1="new")
+    git(root, "add", "models/base")
+
+    check_out(read_code(store_project(root, ["models"])), tmp_path / "copy")
+
+    assert set(files_in(tmp_path / "copy")) == {"train.py", "models/base", "models/step_1"}
+
+
+def test_checkpoints_do_not_count_against_the_limit_of_the_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MUSTER_CODE_MIB", "0.01")
+    write(tmp_path, train_py="a", out__step_1="x" * 20_000)
+
+    with pytest.raises(InvalidSpec, match="step_1"):
+        store_project(tmp_path)
+    assert store_project(tmp_path, ["out"])
+
+
 def test_name_of_the_code_depends_only_on_the_files(project: Path, tmp_path: Path) -> None:
     tree = read_code(store_project(project)).tree
     git(tmp_path, "clone", "-q", str(project), "other")
