@@ -147,8 +147,8 @@ def _list_files(folder: Path) -> Iterator[Path]:
 def _is_inside(path: Path, folder: Path) -> bool:
     """Return True if a path is a folder itself or is inside the folder.
 
-    Links and `..` are resolved, because the system resolves both to list the folder. The paths may
-    be relative.
+    Symbolic links and `..` in both paths are resolved before the comparison. The paths may be
+    relative.
     """
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 

@@ -41,7 +41,7 @@ class ListedRun:
     #: Last reward or loss, such as `reward 0.83`, or an empty string if it is unknown.
     metric: str = ""
     message: str
-    #: Number of further problems of the run that the message does not name.
+    #: Number of problems of the run that are not in `message`.
     omitted_problems: int = 0
 
     @property

@@ -105,7 +105,8 @@ class PathReader:
         self.expressions: list[tuple[ast.expr, Scope]] = []
         #: Names of the classes of the source texts.
         self.classes: set[str] = set()
-        #: Functions by their names. The name of a class leads to the constructor of the class.
+        #: Mapping from a name to the functions with this name. For the name of a class, the
+        #: function is the constructor of the class.
         self._functions: dict[str, list[_Function]] = {}
         #: Cache of the texts that were found for variables, by scope and name of the variable.
         self._texts: dict[tuple[Scope, str], str] = {}
@@ -306,7 +307,7 @@ class PathReader:
         return self._texts[key]
 
     def _read_parameter(self, name: str, function: Scope, depth: int) -> str:
-        """Return the text of the path in a parameter of a function.
+        """Return the text of the path that a parameter of a function contains.
 
         If no call of the function was found, the parameter may be an option, as in
         `def main(output_dir)` with Click. Then the text is `$output_dir`. Arguments with an unknown
@@ -336,8 +337,8 @@ def _list_parameters(arguments: ast.arguments) -> tuple[str, ...]:
 def _list_defaults(statement: ast.If) -> set[ast.AST]:
     """Return the attributes to which a statement assigns a value only if they are empty.
 
-    An example is `args.out` in `if args.out is None: args.out = "runs"`. This assignment does not
-    happen if the user gives the option.
+    Example: the attribute `args.out` in `if args.out is None: args.out = "runs"`. The script skips
+    this assignment if the user has given the option.
     """
     match statement.test:
         case (

@@ -69,7 +69,7 @@ def list_spellings(node: yaml.Node | None) -> dict[str, Spelling]:
 
 @contextmanager
 def quote_spellings(read_spellings: Callable[[], Mapping[str, Spelling]]) -> Iterator[None]:
-    """Catch an `InvalidSpec`, and raise it again with the spellings of the wrong values.
+    """Catch an `InvalidSpec`, and raise a copy that quotes the values as in the file.
 
     Args:
         read_spellings: Function that returns the spellings in the spec, by their dotted paths. It

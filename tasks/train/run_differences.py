@@ -263,7 +263,7 @@ class _Argument:
     #: Name of the option with its dashes, such as `--lr`. For an argument such as `lr=6e-3`, the
     #: text before the equals sign. Empty for another argument.
     option: str = ""
-    #: Values of the option. If the argument is no option, only the argument itself.
+    #: Values of the option. If the argument is not an option, the tuple contains only the argument.
     values: tuple[str, ...] = ()
     #: True if the option and its value are one word, such as `--lr=6e-3`.
     is_one_word: bool = False

@@ -1,4 +1,4 @@
-"""Tests of the warning about Python modules that a training imports, but does not find."""
+"""Tests of the warning about modules that a training imports, but that are not installed."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_advice_names_the_interpreter_in_the_command(tmp_path: Path, argument: s
 
 
 def make_environment(folder: Path) -> Path:
-    """Create a folder like a Python environment, and return the path of its `python`."""
+    """Create a folder with a `python` in `bin`, and return the path of this `python`."""
     python = folder / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.symlink_to(sys.executable)
