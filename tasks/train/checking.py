@@ -9,21 +9,19 @@ from dataclasses import asdict, dataclass
 from json import dumps
 from pathlib import Path
 
-from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.objects import WorkerStatus
 from prefect.settings import PREFECT_API_URL
 
 from tasks.processes.devices import Devices
 from tasks.processes.identity import host_name
 from tasks.queue.command import connected
 from tasks.queue.grants import SchedulerProcess
-from tasks.queue.ledger import GANG_POOLS, LedgerReader
+from tasks.queue.ledger import LedgerReader
 from tasks.queue.nodes import Capacity, explain_infeasible
 from tasks.queue.packing import Demand
 from tasks.queue.scheduling_pass import QueueReader
 from tasks.ray.usage import Cluster
 from tasks.server.flow_process import EXIT_INFEASIBLE
-from tasks.server.flow_runs import connect_to_server, parse_worker_host
+from tasks.server.flow_runs import connect_to_server
 from tasks.server.server import hide_prefect_logs, read_secrets
 from tasks.show.arguments import EXIT_DONE, EXIT_INVALID, AsJson, Overrides, SpecFile
 from tasks.spec.errors import MusterError
@@ -36,6 +34,7 @@ from tasks.train.interpreters import (
     describe_interpreters,
     find_missing_files,
 )
+from tasks.train.local_workers import has_only_local_workers
 from tasks.train.missing_modules import describe_missing_modules
 from tasks.train.pipeline_check import check_pipeline, find_unfit_evaluations
 
@@ -85,7 +84,7 @@ def check(spec: SpecFile, /, *, set: Overrides = (), json: AsJson = False) -> in
     if api_url:
         with connect_to_server(api_url) as client:
             read_secrets(client, run_spec)
-            runs_here = bool(missing) and _has_only_local_workers(client)
+            runs_here = bool(missing) and has_only_local_workers(client)
     if run_spec.gang is not None:
         if run_spec.ray is None:
             fits.append(_check_this_machine(run_spec.gang))
@@ -111,17 +110,6 @@ def check(spec: SpecFile, /, *, set: Overrides = (), json: AsJson = False) -> in
     # too large.
     is_too_large = bool(api_url and fits) and all(fit.fits is False for fit in fits)
     return EXIT_INFEASIBLE if is_too_large or unfit else EXIT_DONE
-
-
-def _has_only_local_workers(client: SyncPrefectClient) -> bool:
-    """Return True if the server has workers of Muster's pools, all of them on this machine."""
-    hosts = {
-        parse_worker_host(worker.name)
-        for pool in client.read_work_pools(work_pool_filter=GANG_POOLS)
-        for worker in client.read_workers_for_work_pool(pool.name)
-        if worker.status is WorkerStatus.ONLINE
-    }
-    return hosts == {host_name()}
 
 
 def _check_pipeline(path: Path, overrides: Sequence[str], *, json: bool) -> int:

@@ -65,6 +65,7 @@ from tasks.spec.programs import add_active_environment
 from tasks.spec.run import LIVE_CODE, RunSpec
 from tasks.spec.standard_input import STANDARD_INPUT
 from tasks.train.checking import explain_misfit
+from tasks.train.local_workers import require_files
 from tasks.train.project_summary import print_project
 from tasks.train.run_checkpoints import with_start
 from tasks.train.run_watch import RunWatch
@@ -167,8 +168,9 @@ def submit(
 ) -> int:
     """Queue a run of a spec on the Prefect server. The run starts when all its GPUs are free.
 
-    Exit: 0 queued; 2 the spec is invalid, and nothing was queued. With --watch, the result of the
-    run: 0 completed, 1 failed, 3 it can never fit, 130 cancelled.
+    Exit: 0 queued; 2 the spec is invalid, or a file of the run is missing although the run can only
+    start on this machine. In these cases, nothing was queued. With --watch, the result of the run:
+    0 completed, 1 failed, 3 it can never fit, 130 cancelled.
 
     Args:
         queue: The queue of the work pool: urgent, default or idle.
@@ -318,11 +320,13 @@ def queue_run(
         deployment: Name of the deployment `train/NAME` that starts the run.
 
     Raises:
-        InvalidSpec: A Prefect Secret block of the spec is missing. The run was not queued.
+        InvalidSpec: The run was not queued, because the server lacks a Prefect Secret block of the
+            spec, or because this machine lacks a file of the spec and has the only workers.
         MusterError: The run could not be queued.
     """
     found_deployment = require_deployment(client, deployment)
     read_secrets(client, spec)
+    require_files(client, spec, root)
     spec = _add_run_code(client, spec, root)
     print_project(spec, root)
     flow_run = client.create_flow_run_from_deployment(

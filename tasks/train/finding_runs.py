@@ -15,7 +15,7 @@ from tasks.processes.registry import find_living_owner
 from tasks.record.run_json import RunJson
 from tasks.spec.errors import BadArgument
 from tasks.train.local_runs import find_local_run, list_local_run_ids, read_local_record
-from tasks.train.runs import Run
+from tasks.train.runs import ENDED_STATES, Run
 from tasks.train.server_imports import import_server_runs
 from tasks.train.server_url import may_have_prefect_server
 
@@ -141,13 +141,38 @@ def _match_typed_names(runs: Sequence[Run], text: str, typed_names: Mapping[str,
     return exact or [run for run in runs if text in typed_names.get(run.flow_run_id, "")]
 
 
+def _choose_run(matching_runs: Sequence[Run], text: str) -> Run | None:
+    """Return the run that a user means with a text.
+
+    If several runs have the text as their name, the user means the only run that has not ended. If
+    all of them have ended, the user means the newest run.
+
+    Args:
+        matching_runs: The runs that match the text, newest first.
+        text: The text.
+
+    Returns:
+        None if the text can mean several runs.
+    """
+    if len(matching_runs) == 1:
+        return matching_runs[0]
+    if any(run.name != text for run in matching_runs):
+        return None
+    active_runs = [run for run in matching_runs if run.state not in ENDED_STATES]
+    if not active_runs:
+        return matching_runs[0]
+    return active_runs[0] if len(active_runs) == 1 else None
+
+
 def find_run(name: str) -> Run:
     """Find a run by its name or id, or by a part of a name or id, and return the run.
 
     Args:
         name: One of these texts: `latest`; the id of the run or of its flow run, or the first or
             last characters of such an id; the name in the spec; the name that a user gave to the
-            flow run in the Prefect UI; any part of a run id or name that only one run has.
+            flow run in the Prefect UI; any part of a run id or name that only one run has. If
+            several runs have the same name in the spec, the name means the only run that has not
+            ended, or the newest run if all have ended.
 
     Raises:
         BadArgument: No run matches the name, or several runs match.
@@ -165,9 +190,10 @@ def find_run(name: str) -> Run:
         matching_runs = _match_typed_names(runs, name, typed_names)
     if not matching_runs:
         raise BadArgument(f"there is no run {name}: list the runs with `muster ls`")
-    if len(matching_runs) == 1:
-        return matching_runs[0]
-    raise BadArgument(_describe_ambiguity(name, matching_runs))
+    chosen_run = _choose_run(matching_runs, name)
+    if chosen_run is None:
+        raise BadArgument(_describe_ambiguity(name, matching_runs))
+    return chosen_run
 
 
 def find_run_with_files(name: str) -> Run:

@@ -24,6 +24,7 @@ from tasks.spec.matrix import MAX_POINTS
 from tasks.spec.pipeline import PipelineSpec, parse_pipeline
 from tasks.spec.programs import add_active_environment
 from tasks.spec.run import LIVE_CODE, RunSpec
+from tasks.train.local_workers import require_files
 from tasks.train.project_summary import print_project
 
 #: Name of the deployment that runs submitted pipelines.
@@ -149,10 +150,12 @@ def queue_matrix(
 
     Raises:
         CannotBegin: The server has no deployment for pipelines.
-        InvalidSpec: A Prefect Secret block of the spec is missing.
+        InvalidSpec: The server lacks a Prefect Secret block of the spec, or this machine lacks a
+            file of the spec and has the only workers.
     """
     deployment = require_deployment(client, PIPELINE_DEPLOYMENT)
     read_secrets(client, spec)
+    require_files(client, spec, root)
     pipeline = add_code(client, pipeline, root)
     code = pipeline.run_spec(f"{_STAGE}.1").get("code")
     print_project(add_active_environment(spec, root).model_copy(update={"code": code}), root)

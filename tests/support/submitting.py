@@ -10,7 +10,7 @@ from uuid import UUID, uuid4
 
 from prefect.client.schemas.actions import DeploymentScheduleCreate, DeploymentUpdate
 from prefect.client.schemas.filters import ArtifactFilter
-from prefect.client.schemas.objects import Artifact, DeploymentSchedule, FlowRun
+from prefect.client.schemas.objects import Artifact, DeploymentSchedule, FlowRun, WorkerStatus
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.sorting import ArtifactSort
 from prefect.exceptions import ObjectNotFound
@@ -35,6 +35,8 @@ class SubmitServer:
             parameter_openapi_schema={"required": ["spec"], "properties": {"spec": {}}},
         )
         self._has_any = has_any
+        #: Names of the live workers of the work pool.
+        self.workers: list[str] = []
         self.api_url = "http://a/api"
         #: Mapping from the name of a Secret block to its value.
         self.blocks: dict[str, str] = {}
@@ -58,6 +60,12 @@ class SubmitServer:
         if (deployment := self.deployments.get(name.removeprefix("train/"))) is None:
             raise ObjectNotFound(http_exc=Exception("404"))
         return deployment.model_copy(deep=True)
+
+    def read_work_pools(self, **_filters: Any) -> list[SimpleNamespace]:
+        return [SimpleNamespace(name="gang")]
+
+    def read_workers_for_work_pool(self, _pool: str) -> list[SimpleNamespace]:
+        return [SimpleNamespace(name=name, status=WorkerStatus.ONLINE) for name in self.workers]
 
     def read_block_document_by_name(
         self, name: str, block_type_slug: str, include_secrets: bool

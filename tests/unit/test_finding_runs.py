@@ -154,7 +154,31 @@ def test_unique_part_of_name_or_id_finds_the_run(muster_home: Path, name: str, r
 
 
 @pytest.mark.parametrize(
-    "name", ["trial", "trial-grpo-20260102-000000-bb", "22", "grpo", "0102-000000"]
+    ("states", "expected_run"),
+    [
+        (("failed", "running"), LIVE),
+        (("running", "failed"), FAILED),
+        (("failed", "completed"), LIVE),
+        (("queued", "completed"), FAILED),
+        (("running", "queued"), None),
+    ],
+)
+def test_name_of_several_runs_means_the_only_active_run_or_the_newest_run(
+    records: Path, states: tuple[str, str], expected_run: str | None
+) -> None:
+    for run_id, state in zip((FAILED, LIVE), states, strict=True):
+        record = RunPlace.of(run_id).record
+        record.write_text(json.dumps({**json.loads(record.read_text()), "state": state}))
+
+    if expected_run is None:
+        with pytest.raises(BadArgument, match="^trial matches 2 runs"):
+            find_run("trial")
+    else:
+        assert find_run("trial").run_id == expected_run
+
+
+@pytest.mark.parametrize(
+    "name", ["trial-grpo-20260102-000000-bb", "22", "grpo", "0102-000000"]
 )
 def test_ambiguous_part_is_rejected_with_all_matches(records: Path, name: str) -> None:
     with pytest.raises(BadArgument, match=f"^{name} matches 2 runs") as error_info:
@@ -391,7 +415,7 @@ def test_empty_list_exits_with_zero(muster_home: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [(OLD, "has ended: it is completed"), ("trial", "matches 2 runs"), (LIVE, "Ctrl-C")],
+    [(OLD, "has ended: it is completed"), ("grpo", "matches 2 runs"), (LIVE, "Ctrl-C")],
 )
 def test_impossible_cancellation_is_rejected_with_a_reason(
     records: Path, name: str, message: str, capsys: pytest.CaptureFixture[str]

@@ -18,6 +18,7 @@ from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule, RRu
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelled, Completed, Failed, Running, Scheduled
 
+from tasks.processes.identity import host_name
 from tasks.record.code_store import read_code, store_project
 from tasks.server.deployments import find_next_start
 from tasks.server.server import read_configured_secrets
@@ -131,9 +132,35 @@ def test_submitted_run_has_the_complete_spec_and_a_snapshot_of_the_project(
     assert (code.project, server.labels) == (str(spec.parents[1]), {"muster.code": code.tree})
     assert "is queued" in out and "muster logs trial-sft-" in out and "muster cancel trial" in out
     assert f"project {spec.parents[1]}, files copied as {kept[:12]}, python " in err
-    # A program is missing on this machine. The run is still accepted, because the worker's host may
-    # have the program.
+    # A file is missing on this machine. The run is still accepted, because the worker's host may
+    # have the file.
     assert "has the file: components.trainer.command.1: there is no such" in err
+
+
+@pytest.mark.parametrize("options", [[], ["--matrix", "env.SEED=1..3"]])
+@pytest.mark.parametrize(
+    ("workers", "expected_code"),
+    [(["HERE", "b@HERE"], 2), (["HERE", "elsewhere"], 0), ([], 0)],
+)
+def test_missing_file_is_refused_if_all_workers_are_on_this_machine(
+    server: SubmitServer,
+    spec: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    workers: list[str],
+    expected_code: int,
+) -> None:
+    monkeypatch.setattr(submit_matrix, "require_deployment", lambda client, name: server.any)
+    server.workers = [name.replace("HERE", host_name()) for name in workers]
+
+    exit_code = run(MUSTER, ["submit", str(spec), *options])
+
+    err = capsys.readouterr().err
+    assert exit_code == expected_code
+    assert bool(server.created) is (expected_code == 0)
+    assert "components.trainer.command.1: there is no such" in err
+    assert err.endswith("Nothing was started.\n") is (expected_code == 2)
 
 
 def test_run_that_fits_on_no_cluster_is_queued_with_a_warning(
