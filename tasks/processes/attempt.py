@@ -308,7 +308,9 @@ def make_failure(
             waited_for = join_words([f"rank {rank}" for rank in first_rank.alive])
             hint = (
                 f"{first_rank.short_name} waited for {waited_for}. Read the log lines of "
-                f"{waited_for} to find out why {waited_for} did not answer."
+                f"{waited_for} to find out why {waited_for} did not answer. If these lines do not "
+                "show the reason, set `stall_after_s` in the spec to a time shorter than the "
+                "timeout. Muster then notices the hang first, and records where each rank waits."
             )
         tail = last_lines(select_traceback_of_rank(text, first_rank)) or tail
     tail = last_lines(traceback) or tail

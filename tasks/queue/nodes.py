@@ -83,10 +83,16 @@ def explain_infeasible(demand: Demand, cluster: Cluster, *, only_node: str = "")
     else:
         verb = "is" if len(fitting) == 1 else "are"
         count = f"only {len(fitting)} of the cluster's {node_count} nodes {verb} large enough"
+    trial_advice = ""
+    if nodes and not cluster.id and not any(node.gpus for node in nodes):
+        trial_advice = (
+            ". To try the run on a machine without GPUs, set MUSTER_GPUS=0 before `muster train` or "
+            "`muster up`, so that Muster counts one made-up GPU"
+        )
     return (
         f"the run needs {demand.describe(cluster.accelerator)}, but {count}. The nodes are: "
         f"{existing}. Request fewer GPUs or CPUs, or use another cluster. If the run needs no "
-        "GPUs, remove `gang` from the spec"
+        f"GPUs, remove `gang` from the spec{trial_advice}"
     )
 
 

@@ -98,3 +98,16 @@ def test_reason_counts_the_nodes_that_are_large_enough(gpus: list[int], text: st
     demand = Demand(nodes=1, gpus_per_node=4, cpus_per_gpu=0)
 
     assert text in explain_infeasible(demand, Cluster(nodes=nodes))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cluster_id", "expected"), [([0], "", True), ([0, 1], "", False), ([0], "ray-1", False)]
+)
+def test_machines_without_gpus_are_explained_with_the_variable_for_made_up_gpus(
+    gpus: list[int], cluster_id: str, expected: bool
+) -> None:
+    nodes = tuple(ClusterNode(name=f"n{number}", gpus=count) for number, count in enumerate(gpus))
+
+    why = explain_infeasible(demand(1, 4), Cluster(nodes=nodes, id=cluster_id))
+
+    assert ("set MUSTER_GPUS=0" in why) is expected
