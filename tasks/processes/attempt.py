@@ -1271,6 +1271,13 @@ class SupervisedAttempt:
                 )
         elif last is None and problem is not None:
             warning = f"{component.name} ended, but no step of its training is known"
+        elif (total := self._progress.total) is not None and step is not None and step > total + 1:
+            # Do not warn about step `total + 1`, because some trainers report one step more.
+            warning = (
+                f"{component.name} reached step {step:g}, but `progress.total` in the spec is "
+                f"{total:g}. Write the real number of steps there, because Muster computes the "
+                "remaining time of the run from this number"
+            )
         if warning and problem is not None:
             warning += f": {problem}"
         not_finite = self._alarms.describe_not_finite() if self._alarms else ""

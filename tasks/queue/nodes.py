@@ -86,8 +86,8 @@ def explain_infeasible(demand: Demand, cluster: Cluster, *, only_node: str = "")
     trial_advice = ""
     if nodes and not cluster.id and not any(node.gpus for node in nodes):
         trial_advice = (
-            ". To try the run on a machine without GPUs, set MUSTER_GPUS=0 before `muster train` or "
-            "`muster up`, so that Muster counts one made-up GPU"
+            ". To try the run on a machine without GPUs, set MUSTER_GPUS=0 before `muster train` "
+            "or `muster up`, so that Muster counts one made-up GPU"
         )
     return (
         f"the run needs {demand.describe(cluster.accelerator)}, but {count}. The nodes are: "

@@ -841,6 +841,22 @@ async def test_unknown_step_and_a_loss_that_is_nan_are_two_warnings(
     assert [name for name, _ in events].count("run.warning") == 2
 
 
+@pytest.mark.parametrize(("reached", "warns"), [(10, False), (11, False), (12, True), (40, True)])
+async def test_training_with_more_steps_than_planned_completes_with_a_warning(
+    begin: MakeAttempt, tmp_path: Path, reached: int, warns: bool
+) -> None:
+    progress = Progress(jsonl="metrics.jsonl", step="step", total=10)
+    attempt = await begin(plan={"progress": progress}, trainer="complete")
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": {reached}}}\n')
+
+    process("trainer").ends(1.0, code=0)
+    verdict = await verdict_of(attempt)
+
+    assert verdict.state is RunState.COMPLETED
+    expected = f"warning: trainer reached step {reached}, but `progress.total` in the spec is 10."
+    assert verdict.message.startswith(expected) is warns
+
+
 async def test_end_of_a_training_without_a_known_step_says_why_the_step_is_unknown(
     begin: MakeAttempt, events: Events, tmp_path: Path
 ) -> None:

@@ -101,7 +101,8 @@ def test_reason_counts_the_nodes_that_are_large_enough(gpus: list[int], text: st
 
 
 @pytest.mark.parametrize(
-    ("gpus", "cluster_id", "expected"), [([0], "", True), ([0, 1], "", False), ([0], "ray-1", False)]
+    ("gpus", "cluster_id", "expected"),
+    [([0], "", True), ([0, 1], "", False), ([0], "ray-1", False)],
 )
 def test_machines_without_gpus_are_explained_with_the_variable_for_made_up_gpus(
     gpus: list[int], cluster_id: str, expected: bool

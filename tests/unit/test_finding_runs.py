@@ -171,15 +171,13 @@ def test_name_of_several_runs_means_the_only_active_run_or_the_newest_run(
         record.write_text(json.dumps({**json.loads(record.read_text()), "state": state}))
 
     if expected_run is None:
-        with pytest.raises(BadArgument, match="^trial matches 2 runs"):
+        with pytest.raises(BadArgument, match=r"^trial matches 2 runs"):
             find_run("trial")
     else:
         assert find_run("trial").run_id == expected_run
 
 
-@pytest.mark.parametrize(
-    "name", ["trial-grpo-20260102-000000-bb", "22", "grpo", "0102-000000"]
-)
+@pytest.mark.parametrize("name", ["trial-grpo-20260102-000000-bb", "22", "grpo", "0102-000000"])
 def test_ambiguous_part_is_rejected_with_all_matches(records: Path, name: str) -> None:
     with pytest.raises(BadArgument, match=f"^{name} matches 2 runs") as error_info:
         find_run(name)

@@ -257,7 +257,7 @@ def test_trainer_that_goes_on_beyond_its_last_step_is_not_stopped(
     record = run_case("trains_on.py", progress=progress, success=None, finish_within_s=1)
 
     assert record.state is RunState.COMPLETED
-    assert "step 100 of 10" in record.message
+    assert "reached step 100, but `progress.total` in the spec is 10" in record.message
     assert steps_of(muster_home, 1)[-1] == 100
 
 
@@ -265,7 +265,7 @@ def test_success_before_the_last_step_is_no_reason_to_stop(run_case: RunCase) ->
     record = run_case("trains_on.py", success={"step": 5}, finish_within_s=1)
 
     assert record.state is RunState.COMPLETED
-    assert "step 100 of 30" in record.message
+    assert "reached step 100, but `progress.total` in the spec is 30" in record.message
 
 
 def limit_time(program: str, hours_s: float, **stop: Any) -> dict[str, Any]:
@@ -360,7 +360,11 @@ def test_completed_run_without_a_recognised_checkpoint_has_a_warning(
 def test_completed_run_without_any_checkpoint_has_a_warning(
     run_case: RunCase, muster_home: Path
 ) -> None:
-    record = run_case("trains_on.py", components=trainer_without_saves("trains_on.py"))
+    progress = {"jsonl": "${attempt.dir}/m.jsonl", "step": "step", "total": 100}
+
+    record = run_case(
+        "trains_on.py", components=trainer_without_saves("trains_on.py"), progress=progress
+    )
 
     folder = muster_home / "runs" / RUN_ID / "elsewhere"
     text = (
@@ -370,7 +374,7 @@ def test_completed_run_without_any_checkpoint_has_a_warning(
     [attempt] = record.attempts
     assert record.state is RunState.COMPLETED
     assert attempt.warnings == (text,)
-    assert record.message == f"warning: step 100 of 30, but {text}"
+    assert record.message == f"warning: step 100 of 100, but {text}"
 
 
 def test_retry_names_the_folder_in_which_no_checkpoint_was_found(
