@@ -28,7 +28,12 @@ from tasks.spec.script_checkpoints import (
 )
 from tasks.spec.script_imports import ImportFinder
 from tasks.spec.script_loops import StepLoop, find_step_loop, may_end_early
-from tasks.spec.script_metrics import WrittenMetrics, find_json_keys, find_written_metrics
+from tasks.spec.script_metrics import (
+    WrittenMetrics,
+    adds_one_to,
+    find_json_keys,
+    find_written_metrics,
+)
 from tasks.spec.script_options import Purpose, ScriptOption, read_options, read_variables
 from tasks.spec.script_paths import PathReader
 from tasks.spec.script_structure import (
@@ -883,8 +888,13 @@ class _SpecWriter:
         """True if the script has a loop over its steps that probably starts with step 0.
 
         False if the trainer class of a framework runs the steps, because such classes count from 1.
+        Also False if the script writes `step + 1` into its metrics.
         """
         if "loop_hook" not in self._framework["parts"]:
+            return False
+        step_key = self._find_step_key()
+        reader = self._reader
+        if step_key is not None and reader is not None and adds_one_to(step_key, reader):
             return False
         if self._step_loop is not None:
             return self._step_loop.last_step < self._step_loop.total

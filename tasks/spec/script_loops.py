@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from tasks.spec.script_structure import parse_source
+from tasks.spec.script_structure import adds_one, parse_source
 
 #: Matches the name of the variable of a loop over the training steps.
 _STEP_VARIABLE = re.compile(r"(?:global_|train_|training_)?(?:step|iteration|iter|it)")
@@ -242,20 +242,10 @@ def _read_loop(loop: ast.stmt, constants: Mapping[str, int]) -> StepLoop | None:
     if len(call.args) == 2:
         first = _evaluate(call.args[0], constants)
         if first is None:
-            first = 1 if _adds_one(call.args[0]) else 0
+            first = 1 if adds_one(call.args[0]) else 0
     if stop is None or first not in (0, 1) or stop <= first:
         return None
     return StepLoop(total=stop - first, last_step=stop - 1)
-
-
-def _adds_one(expression: ast.expr) -> bool:
-    """Return True for an expression such as `start + 1`."""
-    match expression:
-        case ast.BinOp(op=ast.Add(), right=ast.Constant(value=1)):
-            return True
-        case ast.BinOp(op=ast.Add(), left=ast.Constant(value=1)):
-            return True
-    return False
 
 
 def _evaluate(expression: ast.expr, constants: Mapping[str, int]) -> int | None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tasks.spec.script_paths import PathReader
+from tasks.spec.script_structure import adds_one
 
 #: Matches the name of a file with metrics.
 _METRICS_NAME = re.compile(r"(?:metrics?|stats|history|progress|(?:train(?:ing)?_)?logs?)\.jsonl")
@@ -48,21 +49,39 @@ def find_json_keys(reader: PathReader) -> frozenset[str]:
     Args:
         reader: Reader of the script, and of the project's modules that the script imports.
     """
-    keys: set[str] = set()
+    return frozenset(key for key, _ in _list_json_items(reader))
+
+
+def adds_one_to(key: str, reader: PathReader) -> bool:
+    """Return True if the value of a JSON key is an expression such as `step + 1`.
+
+    If a script with a loop over `range(20)` writes `{"step": step + 1}`, its last step is step 20.
+
+    Args:
+        key: Key of the objects that the script writes as JSON.
+        reader: Reader of the script, and of the project's modules that the script imports.
+    """
+    values = [value for found_key, value in _list_json_items(reader) if found_key == key]
+    return bool(values) and all(adds_one(value) for value in values)
+
+
+def _list_json_items(reader: PathReader) -> Iterator[tuple[str, ast.expr]]:
+    """Yield each key, with its value, of the objects that a Python script writes as JSON."""
     for expression, _ in reader.expressions:
         match expression:
             case ast.Call(func=ast.Attribute(attr="dumps" | "dump"), args=[content, *_]):
-                keys.update(_list_keys(content))
-    return frozenset(keys)
+                yield from _list_items(content)
 
 
-def _list_keys(content: ast.expr) -> Iterator[str]:
-    """Yield the keys of an object, such as `{"step": step}` or `dict(step=step)`."""
+def _list_items(content: ast.expr) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the keys and values of an object, such as `{"step": step}` or `dict(step=step)`."""
     match content:
-        case ast.Dict(keys=keys):
-            yield from (str(key.value) for key in keys if isinstance(key, ast.Constant))
+        case ast.Dict(keys=keys, values=values):
+            for key, value in zip(keys, values, strict=True):
+                if isinstance(key, ast.Constant):
+                    yield str(key.value), value
         case ast.Call(func=ast.Name(id="dict"), keywords=keywords):
-            yield from (keyword.arg for keyword in keywords if keyword.arg is not None)
+            yield from ((item.arg, item.value) for item in keywords if item.arg is not None)
 
 
 def _find_files(reader: PathReader) -> Iterator[WrittenMetrics]:

@@ -312,3 +312,13 @@ def _starts_ranks_by_command(text: str) -> bool:
         text: The shell command, or one argument of a command, such as `torchrun`.
     """
     return _TORCHRUN.fullmatch(text) is not None or _RANK_IN_SHELL.search(text) is not None
+
+
+def adds_one(expression: ast.expr) -> bool:
+    """Return True for an expression such as `start + 1`."""
+    match expression:
+        case ast.BinOp(op=ast.Add(), right=ast.Constant(value=1)):
+            return True
+        case ast.BinOp(op=ast.Add(), left=ast.Constant(value=1)):
+            return True
+    return False

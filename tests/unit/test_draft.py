@@ -348,6 +348,27 @@ def test_success_is_the_last_step_that_the_script_counts(
     assert spec.success is not None and spec.success.step == last_step
 
 
+@pytest.mark.parametrize(
+    ("step", "last_step"), [("it", 19), ("it + 1", 20), ("1 + it", 20), ("it + 2", 19)]
+)
+@pytest.mark.parametrize("content", ["{'iter': STEP, 'loss': 1.0}", "dict(iter=STEP, loss=1.0)"])
+def test_success_is_the_last_step_that_the_script_writes(
+    tmp_path: Path, content: str, step: str, last_step: int
+) -> None:
+    source = (
+        "import json, torch\nparser.add_argument('--metrics')\n"
+        "with open(args.metrics, 'w') as file:\n"
+        f"    for it in range(20):\n        loss.backward()\n"
+        f"        file.write(json.dumps({content.replace('STEP', step)}))\n"
+    )
+
+    spec = load_draft(project(tmp_path, {"train.py": source}))
+
+    assert spec.progress is not None
+    assert (spec.progress.step, spec.progress.total) == ("iter", 20)
+    assert spec.success is not None and spec.success.step == last_step
+
+
 def test_script_that_writes_no_metrics_completes_without_success(tmp_path: Path) -> None:
     source = "parser.add_argument('--steps', type=int, default=40)\nfor step in range(40): pass\n"
     folder = project(tmp_path, {"train.py": source})
