@@ -611,11 +611,11 @@ class _SpecWriter:
     @property
     def missing_arguments(self) -> tuple[str, ...]:
         """Names of required arguments of the script that have no value in the run spec."""
-        used = {option.name for option in self._used_options.values()}
+        written = {name for name, _ in self._written_options}
         return tuple(
             option.name
             for option in self._options
-            if option.is_required and option.name not in used
+            if option.is_required and option.name not in written
         )
 
     def write(self) -> str:
@@ -643,7 +643,10 @@ class _SpecWriter:
                 text = self._write_checkpoints(text)
             parts.append(text)
         command = self._framework["commands"][self._script.file.suffix]
-        options = self._write_options()
+        options = ", ".join(
+            name if value is None else f"{name}, {json.dumps(value)}"
+            for name, value in self._written_options
+        )
         command = command.replace(", OPTIONS", f", {options}" if options else "")
         if self.missing_arguments:
             # Add a comment to the run spec, with the indentation of the key `command`.
@@ -791,22 +794,23 @@ class _SpecWriter:
             Purpose.AUTO_RESUME, self._used_options.get(Purpose.RESUME_FLAG)
         )
 
-    def _write_options(self) -> str:
-        """Return the options of the script and their values, as items of a YAML list."""
+    @property
+    def _written_options(self) -> list[tuple[str, str | None]]:
+        """The options in the command of the run spec, with their values. None means no value."""
         values = {
             Purpose.CHECKPOINTS: self._output_folder,
             Purpose.RESUME_FROM: "${attempt.resume_from}",
             Purpose.STEPS: "${progress.total}",
             Purpose.METRICS: "${attempt.dir}/metrics.jsonl",
         }
-        words = []
+        written: list[tuple[str, str | None]] = []
         for purpose, value in values.items():
             option = self._used_options.get(purpose)
             if option is not None and (purpose is not Purpose.STEPS or self._find_total()):
-                words += [option.name, json.dumps(value)]
+                written.append((option.name, value))
         if flag := self._resume_flag:
-            words.append(flag.name)
-        return ", ".join(words)
+            written.append((flag.name, None))
+        return written
 
     def _write_variables(self) -> str:
         """Return the key `env` of the run spec as YAML, or "" if there are no variables.

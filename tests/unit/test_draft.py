@@ -295,6 +295,30 @@ def test_options_of_the_script_are_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("keywords", "missing", "words"),
+    [
+        ("required=True", ("--steps", "--data"), ()),
+        ("default=50", ("--data",), ("--steps", "${progress.total}")),
+        ("default=None", ("--data",), ()),
+    ],
+)
+def test_required_number_of_steps_is_passed_to_the_script_or_reported_as_missing(
+    tmp_path: Path, keywords: str, missing: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    source = (
+        f"parser.add_argument('--steps', type=int, {keywords})\n"
+        "parser.add_argument('--data', required=True)\n"
+    )
+    folder = project(tmp_path, {"train.py": source})
+
+    draft = draft_spec(folder)
+
+    assert draft.missing_arguments == missing
+    assert ("The script also requires: " + ", ".join(missing)) in draft.text
+    assert load_draft(folder).processes["trainer"].command == ("python", "train.py", *words)
+
+
+@pytest.mark.parametrize(
     ("declaration", "words"),
     [
         ('"--metrics", "metrics_path", default=""', ("--metrics", METRICS)),
