@@ -179,7 +179,7 @@ def _explain_missing_gpus(
             # change with every scheduling pass, and each change would cause a write to the Prefect
             # server.
             is_near = reason.starts_at < now + _MINUTE_S
-            when = "any moment" if is_near else f"{format_minute(reason.starts_at, now)} UTC"
+            when = "soon" if is_near else f"{format_minute(reason.starts_at, now)} UTC"
             expected = f"expected {when}"
             if reason.is_start_assumed:
                 # The parts of the message are separated by semicolons, so this part must not

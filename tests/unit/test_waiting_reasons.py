@@ -90,8 +90,8 @@ def test_message_of_the_first_run_names_free_gpus_and_awaited_runs() -> None:
     [
         (None, "expected time unknown"),
         # the expected time has passed, or is less than a minute away: the text contains no time
-        (-7200, "expected any moment"),
-        (59, "expected any moment"),
+        (-7200, "expected soon"),
+        (59, "expected soon"),
         (60, "expected 13:06 UTC"),
         # the start is expected on another day, so the text contains the date
         (86400, "expected 2026-01-03 13:05 UTC"),
