@@ -76,10 +76,12 @@ from tasks.record.ranks import (
     RankFailure,
     find_first_rank,
     find_killed_loader,
+    find_lost_loader,
     has_error_file,
     has_lost_peer,
     is_consequence,
     is_exit_report,
+    is_loss_of_local_peer,
     is_victim,
     name_processes_of_spawn,
     remove_launcher_reports,
@@ -183,6 +185,12 @@ _OOM_HINT = (
 )
 #: Advice for a process that the OOM killer has killed because of the component's own limit.
 _OWN_LIMIT_HINT = f"{_LESS_MEMORY} Or raise `memory_gib` of the component in the spec."
+#: Advice for a worker of a data loader that ended in an unknown way.
+_LOST_LOADER_HINT = (
+    "A data loader worker ended without an error message. Check with dmesg whether the kernel's "
+    "OOM killer ended the worker. To see an error of the worker itself, run the training with "
+    "`num_workers=0`."
+)
 #: Empty evidence: this machine's kernel knows nothing about the deaths of a component's processes.
 _NO_EVIDENCE = DeathEvidence()
 #: Advice for an exit code of a shell, if the log does not show the cause.
@@ -227,15 +235,19 @@ def make_failure(
         early_end=_name_process(text, evidence.early_end),
     )
     first_rank: RankFailure | None = None
+    lost_loader: RankFailure | None = None
     if exit is not None:
         first_rank = _find_first_rank(text, evidence)
-        first_rank = _find_killed_loader(text, first_rank) or first_rank
+        lost_loader = _find_lost_loader(text, first_rank, evidence)
+        first_rank = lost_loader or _find_killed_loader(text, first_rank) or first_rank
     own_text = text
     traceback = evidence.traceback
     is_later_error: Callable[[str], bool] | None = None
     if first_rank is not None:
         own_text = select_lines_of_rank(text, first_rank)
         is_later_error = partial(is_consequence, failure=first_rank)
+        if lost_loader is not None:
+            is_later_error = is_loss_of_local_peer
         has_later_error = any(map(is_later_error, traceback.splitlines()))
         if has_later_error or not has_error_file(text, first_rank):
             traceback = ""
@@ -301,7 +313,9 @@ def make_failure(
         is_wrapper = cause is not None and cause.rule.role is Role.WRAPPER
         # If `cause_line` is not empty, the message already names the reason. In this case, do not
         # send the user to the log for the reason.
-        if not cause_line and (not hint or is_wrapper):
+        if lost_loader is not None and lost_loader.exit_code is None:
+            hint = _LOST_LOADER_HINT
+        elif not cause_line and (not hint or is_wrapper):
             is_unexplained = cause is None or is_wrapper
             hint = _advise_about_rank(first_rank, is_unexplained=is_unexplained)
         elif first_rank.alive and kind is FailureKind.COLLECTIVE_TIMEOUT:
@@ -422,6 +436,23 @@ def _find_killed_loader(text: str, first_rank: RankFailure | None) -> RankFailur
     # this line reports that a data loader worker was killed.
     is_explained = cause is not None and find_killed_loader(cause.line, first_rank) is not None
     return loader if is_explained else None
+
+
+def _find_lost_loader(
+    text: str, first_rank: RankFailure | None, evidence: DeathEvidence
+) -> RankFailure | None:
+    """Return the worker of a data loader to which a process lost its connection, or None.
+
+    Args:
+        text: End of the component's log.
+        first_rank: The first failed process of the component, or None if unknown.
+        evidence: Facts from the kernel about the deaths of the component's processes.
+    """
+    first_death = evidence.first_death
+    own_text = ""
+    if (rank := first_rank or first_death) is not None:
+        own_text = select_traceback_of_rank(text, rank)
+    return find_lost_loader(own_text or remove_launcher_reports(text), first_rank, first_death)
 
 
 def _is_loss_of_a_rank(text: str, death: RankFailure | None) -> bool:

@@ -108,6 +108,17 @@ _WAITED_IN_VAIN = re.compile(r"Timed out waiting \d+ms|[Ww]atchdog|NCCL .{0,80}[
 _KILLED_LOADER = re.compile(
     r"DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: (?P<signal>[^.\n]{1,40})\."
 )
+#: Matches two frames of a traceback: PyTorch's data loader, and the module of Python that opens a
+#: local connection to a worker to receive a tensor.
+_LOADER_FRAME = re.compile(r"[/\\]torch[/\\]utils[/\\]data[/\\]dataloader\.py")
+_SHARER_FRAME = re.compile(r"[/\\]multiprocessing[/\\]resource_sharer\.py")
+#: Matches the exceptions of a process that has lost a local connection to another process. The
+#: report on the exception begins with "object" if a signal interrupted Python while it printed the
+#: traceback.
+_LOST_LOCAL_PEER = re.compile(
+    r"(?:object (?:type name|repr) *: )?"
+    r"(?:ConnectionResetError|ConnectionRefusedError|EOFError|BrokenPipeError|FileNotFoundError)\b"
+)
 #: Matches a line of a traceback or of an error that only `torch.multiprocessing.spawn` prints.
 _TORCH_SPAWN = re.compile(
     r"[/\\]torch[/\\]multiprocessing[/\\]spawn\.py|torch\.multiprocessing\.spawn\."
@@ -299,6 +310,73 @@ def find_killed_loader(text: str, failure: RankFailure | None) -> RankFailure | 
         rank=failure.rank,
         number=failure.number,
     )
+
+
+def find_lost_loader(
+    text: str, failure: RankFailure | None, first_death: RankFailure | None
+) -> RankFailure | None:
+    """Return the data loader worker that ended while its parent was reading a tensor from it.
+
+    Usually, the parent reports the signal that ended the worker, see `find_killed_loader`. But if
+    the worker ends while the parent is receiving a tensor from it, the parent may only report a
+    lost connection.
+
+    Args:
+        text: The end of the log, with the lines of the failed rank, without the reports of
+            launchers.
+        failure: The process that failed first according to the log and the kernel, or None if
+            unknown. It may be the worker.
+        first_death: The process that died first according to the kernel, or None if unknown.
+
+    Returns:
+        The worker, with its exit code if the kernel reports the death. None if the last traceback
+        in the log has another reason.
+    """
+    if not _ends_with_lost_loader(text):
+        return None
+    worker = first_death
+    if worker is not None and not worker.child and "`" not in worker.name:
+        # This process is a rank itself.
+        worker = None
+    failure = failure or worker
+    if failure is None or "`" in failure.name:
+        loader = RankFailure(name="a data loader worker", others_failed=True)
+    elif failure is worker or failure.exit_code in (None, _EXCEPTION_EXIT_CODE):
+        loader = RankFailure(
+            name=failure.name,
+            child="a data loader worker",
+            rank=failure.rank,
+            number=failure.number,
+            others_failed=True,
+        )
+    else:
+        return None
+    if worker is None or (failure is not None and worker.name != failure.name):
+        return loader
+    return replace(loader, pid=worker.pid, exit_code=worker.exit_code)
+
+
+def _ends_with_lost_loader(text: str) -> bool:
+    """Return True if the last traceback shows a lost connection to a data loader worker."""
+    lines = [_RANK_PREFIX.sub("", line).removeprefix(": ") for line in text.splitlines()]
+    heads = [n for n, line in enumerate(lines) if line.startswith("Traceback (most recent call")]
+    if not heads:
+        return False
+    frames: list[str] = []
+    for line in lines[heads[-1] + 1 :]:
+        if line.strip() and not line.startswith(" "):
+            if not is_loss_of_local_peer(line):
+                return False
+            break
+        frames.append(line)
+    # If a signal interrupted Python while it printed the traceback, the exception is missing.
+    return any(map(_LOADER_FRAME.search, frames)) and any(map(_SHARER_FRAME.search, frames))
+
+
+def is_loss_of_local_peer(line: str) -> bool:
+    """Return True if a log line is an exception about a lost connection to a local process."""
+    text = _RANK_PREFIX.sub("", line).removeprefix(": ")
+    return _LOST_LOCAL_PEER.match(text) is not None
 
 
 def select_lines_of_rank(text: str, failure: RankFailure) -> str:

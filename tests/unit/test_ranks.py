@@ -642,3 +642,110 @@ def test_killed_worker_of_a_data_loader_is_not_named_if_another_error_explains_t
 
     assert failure.kind == "USER_ERROR"
     assert "data loader" not in failure.message
+
+
+def lost_loader(error: str, prefix: str = "") -> str:
+    """Return the traceback of a process that lost a worker of its data loader.
+
+    The frames are those of PyTorch 2.13, without the lines in which they have nothing to say.
+    """
+    lines = [
+        "Traceback (most recent call last):",
+        '  File "/t.py", line 15, in main',
+        "    batch = next(batches)",
+        '  File "/env/torch/utils/data/dataloader.py", line 1291, in _try_get_data',
+        "    data = self._data_queue.get(timeout=timeout)",
+        '  File "/env/torch/multiprocessing/reductions.py", line 538, in rebuild_storage_fd',
+        "    fd = df.detach()",
+        '  File "/usr/lib/python3.11/multiprocessing/resource_sharer.py", line 57, in detach',
+        "    with _resource_sharer.get_connection(self._id) as conn:",
+        '  File "/usr/lib/python3.11/multiprocessing/connection.py", line 395, in _recv',
+        error,
+    ]
+    return "".join(f"{prefix}{line}\n" for line in lines)
+
+
+LOST_LOADER_ERRORS = [
+    "ConnectionResetError: [Errno 104] Connection reset by peer",
+    "ConnectionRefusedError: [Errno 111] Connection refused",
+    "EOFError",
+    "FileNotFoundError: [Errno 2] No such file or directory",
+]
+#: Death of a worker of the data loader in a component that is the only process of a training.
+ONLY_LOADER_DEATH = RankFailure(name="process `python t.py`", pid=17, exit_code=-9)
+
+
+@pytest.mark.parametrize("error", LOST_LOADER_ERRORS)
+@pytest.mark.parametrize(
+    ("prefix", "end", "first_death", "message"),
+    [
+        (
+            "[rank1]: ",
+            LOST_PEER + table(entry(1, 1, 7), STOPPED),
+            LOADER_DEATH,
+            "a data loader worker of rank 1 (pid 17) was killed by SIGKILL first",
+        ),
+        (
+            "[rank1]: ",
+            LOST_PEER,
+            LOADER_DEATH,
+            "a data loader worker of rank 1 (pid 17) was killed by SIGKILL first",
+        ),
+        (
+            "[rank1]: ",
+            LOST_PEER + table(entry(1, 1, 7), STOPPED),
+            None,
+            "a data loader worker of rank 1 failed first",
+        ),
+        # another rank died at the same time, so the death of the worker is unknown
+        (
+            "[rank1]: ",
+            LOST_PEER + table(entry(1, 1, 7), STOPPED),
+            death(-15, 0),
+            "a data loader worker of rank 1 failed first",
+        ),
+        ("", "", ONLY_LOADER_DEATH, "a data loader worker (pid 17) was killed by SIGKILL first"),
+        ("", "", None, "a data loader worker failed first"),
+    ],
+    ids=["torchrun", "ranks", "unseen-death", "other-death", "one-process", "unseen-one-process"],
+)
+def test_worker_of_a_data_loader_to_which_the_connection_was_lost_is_named(
+    error: str, prefix: str, end: str, first_death: RankFailure | None, message: str
+) -> None:
+    failure = fail(STEPS + lost_loader(error, prefix) + end, first_death=first_death)
+
+    assert failure.message == f"trainer ended: {message}"
+    assert "network" not in failure.hint
+    if "SIGKILL" in message:
+        assert (failure.kind, failure.rule) == ("UNKNOWN", "sigkill")
+        assert failure.hint.startswith("SIGKILL ended a data loader worker")
+    else:
+        assert failure.kind in ("UNKNOWN", "RUNTIME_ERROR")
+        assert "dmesg" in failure.hint
+
+
+def test_worker_of_a_data_loader_is_named_if_a_signal_interrupted_the_traceback() -> None:
+    report = (
+        "object type name: ConnectionResetError\n"
+        "object repr     : ConnectionResetError(104, 'Connection reset by peer')\n"
+        "lost sys.stderr\n"
+    )
+    head, _, _ = lost_loader("", "[rank1]: ").partition("    with _resource_sharer")
+    text = STEPS + report + head + "    with" + LOST_PEER + table(entry(1, 1, 7), STOPPED)
+
+    failure = fail(text, first_death=LOADER_DEATH)
+
+    worker = "a data loader worker of rank 1 (pid 17)"
+    assert failure.message == f"trainer ended: {worker} was killed by SIGKILL first"
+
+
+def test_lost_connection_outside_the_data_loader_stays_a_network_fault() -> None:
+    failure = fail(STEPS + traceback_of(LOST_LOADER_ERRORS[0]))
+
+    assert failure.kind == "NETWORK"
+
+
+def test_error_after_a_lost_worker_of_a_data_loader_stays_the_cause() -> None:
+    text = lost_loader("EOFError") + traceback_of("ValueError: bad batch")
+
+    assert fail(STEPS + text).kind == "USER_ERROR"
