@@ -235,19 +235,21 @@ def make_failure(
         early_end=_name_process(text, evidence.early_end),
     )
     first_rank: RankFailure | None = None
-    lost_loader: RankFailure | None = None
+    loader: RankFailure | None = None
     if exit is not None:
         first_rank = _find_first_rank(text, evidence)
-        lost_loader = _find_lost_loader(text, first_rank, evidence)
-        first_rank = lost_loader or _find_killed_loader(text, first_rank) or first_rank
+        loader = _find_killed_loader(text, first_rank) or _find_lost_loader(
+            text, first_rank, evidence
+        )
+        first_rank = loader or first_rank
     own_text = text
     traceback = evidence.traceback
     is_later_error: Callable[[str], bool] | None = None
     if first_rank is not None:
         own_text = select_lines_of_rank(text, first_rank)
         is_later_error = partial(is_consequence, failure=first_rank)
-        if lost_loader is not None:
-            is_later_error = is_loss_of_local_peer
+        if loader is not None:
+            is_later_error = partial(_is_consequence_of_loader, loader=loader)
         has_later_error = any(map(is_later_error, traceback.splitlines()))
         if has_later_error or not has_error_file(text, first_rank):
             traceback = ""
@@ -313,7 +315,7 @@ def make_failure(
         is_wrapper = cause is not None and cause.rule.role is Role.WRAPPER
         # If `cause_line` is not empty, the message already names the reason. In this case, do not
         # send the user to the log for the reason.
-        if lost_loader is not None and lost_loader.exit_code is None:
+        if loader is not None and loader.exit_code is None:
             hint = _LOST_LOADER_HINT
         elif not cause_line and (not hint or is_wrapper):
             is_unexplained = cause is None or is_wrapper
@@ -432,10 +434,17 @@ def _find_killed_loader(text: str, first_rank: RankFailure | None) -> RankFailur
     if loader is None:
         return None
     cause = find_cause(own_text, is_consequence=partial(is_consequence, failure=loader))
+    if cause is None:
+        return None
     # `cause.line` is the line of the log that best explains the failure. Return `loader` only if
-    # this line reports that a data loader worker was killed.
-    is_explained = cause is not None and find_killed_loader(cause.line, first_rank) is not None
-    return loader if is_explained else None
+    # this line reports that a data loader worker was killed, or that a connection was lost.
+    is_kill = find_killed_loader(cause.line, first_rank) is not None
+    return loader if is_kill or is_loss_of_local_peer(cause.line) else None
+
+
+def _is_consequence_of_loader(line: str, loader: RankFailure) -> bool:
+    """Return True if a log line only shows a consequence of the end of a data loader worker."""
+    return is_consequence(line, loader) or is_loss_of_local_peer(line)
 
 
 def _find_lost_loader(

@@ -301,7 +301,7 @@ def find_killed_loader(text: str, failure: RankFailure | None) -> RankFailure | 
         # The killed worker can be the cause only in two cases: the worker itself failed first, or
         # the rank that started the worker ended first, with an exception. Neither is the case here.
         return None
-    if "`" in failure.name:
+    if "`" in failure.name or (failure.pid == loader.pid and _is_without_rank(failure)):
         return loader
     return replace(
         loader,
@@ -335,11 +335,12 @@ def find_lost_loader(
     if not _ends_with_lost_loader(text):
         return None
     worker = first_death
-    if worker is not None and not worker.child and "`" not in worker.name:
+    if worker is not None and not worker.child and worker.rank is not None:
         # This process is a rank itself.
         worker = None
     failure = failure or worker
-    if failure is None or "`" in failure.name:
+    is_nameless = failure is None or "`" in failure.name
+    if failure is None or is_nameless or (failure is worker and _is_without_rank(failure)):
         loader = RankFailure(name="a data loader worker", others_failed=True)
     elif failure is worker or failure.exit_code in (None, _EXCEPTION_EXIT_CODE):
         loader = RankFailure(
@@ -354,6 +355,11 @@ def find_lost_loader(
     if worker is None or (failure is not None and worker.name != failure.name):
         return loader
     return replace(loader, pid=worker.pid, exit_code=worker.exit_code)
+
+
+def _is_without_rank(failure: RankFailure) -> bool:
+    """Return True if a failed process is neither a rank nor a known child process of a rank."""
+    return failure.rank is None and not failure.child
 
 
 def _ends_with_lost_loader(text: str) -> bool:

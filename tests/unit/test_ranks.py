@@ -594,6 +594,8 @@ def test_error_that_a_process_of_spawn_raised_stays_the_cause() -> None:
     assert failure.message.endswith("ValueError: bad batch")
 
 
+#: Death of a process of a training without ranks: one of two workers of its data loader.
+ONE_OF_TWO_LOADERS = RankFailure(name="worker process 1 of 2", number=0, pid=17, exit_code=-9)
 LOADER_KILLED = "RuntimeError: DataLoader worker (pid 17) is killed by signal: Killed. "
 #: Failure of rank 1: a worker process of its data loader was killed.
 LOADER_DEATH = RankFailure(
@@ -621,6 +623,7 @@ LOADER_DEATH = RankFailure(
         ),
         (spawn_report(LOADER_KILLED, 1), None, "a data loader worker of process 1 (pid 17)"),
         (traceback_of(LOADER_KILLED), None, "a data loader worker (pid 17)"),
+        (traceback_of(LOADER_KILLED), ONE_OF_TWO_LOADERS, "a data loader worker (pid 17)"),
     ],
 )
 def test_killed_worker_of_a_data_loader_is_named(
@@ -705,9 +708,18 @@ ONLY_LOADER_DEATH = RankFailure(name="process `python t.py`", pid=17, exit_code=
             "a data loader worker of rank 1 failed first",
         ),
         ("", "", ONLY_LOADER_DEATH, "a data loader worker (pid 17) was killed by SIGKILL first"),
+        ("", "", ONE_OF_TWO_LOADERS, "a data loader worker (pid 17) was killed by SIGKILL first"),
         ("", "", None, "a data loader worker failed first"),
     ],
-    ids=["torchrun", "ranks", "unseen-death", "other-death", "one-process", "unseen-one-process"],
+    ids=[
+        "torchrun",
+        "ranks",
+        "unseen-death",
+        "other-death",
+        "one-process",
+        "two-workers",
+        "unseen-one-process",
+    ],
 )
 def test_worker_of_a_data_loader_to_which_the_connection_was_lost_is_named(
     error: str, prefix: str, end: str, first_death: RankFailure | None, message: str
@@ -722,6 +734,22 @@ def test_worker_of_a_data_loader_to_which_the_connection_was_lost_is_named(
     else:
         assert failure.kind in ("UNKNOWN", "RUNTIME_ERROR")
         assert "dmesg" in failure.hint
+
+
+@pytest.mark.parametrize("error", LOST_LOADER_ERRORS)
+def test_worker_of_a_data_loader_is_named_if_its_parent_also_lost_the_connection(
+    error: str,
+) -> None:
+    text = (
+        f"{STEPS}{lost_loader(error)}\n"
+        "During handling of the above exception, another exception occurred:\n\n"
+        f"{traceback_of(LOADER_KILLED)}"
+    )
+
+    failure = fail(text, first_death=ONE_OF_TWO_LOADERS)
+
+    worker = "a data loader worker (pid 17)"
+    assert failure.message == f"trainer ended: {worker} was killed by SIGKILL first"
 
 
 def test_worker_of_a_data_loader_is_named_if_a_signal_interrupted_the_traceback() -> None:
