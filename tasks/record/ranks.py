@@ -368,15 +368,14 @@ def _ends_with_lost_loader(text: str) -> bool:
     heads = [n for n, line in enumerate(lines) if line.startswith("Traceback (most recent call")]
     if not heads:
         return False
-    frames: list[str] = []
-    for line in lines[heads[-1] + 1 :]:
-        if line.strip() and not line.startswith(" "):
-            if not is_loss_of_local_peer(line):
-                return False
-            break
-        frames.append(line)
+    traceback = lines[heads[-1] + 1 :]
+    error = next((line for line in traceback if line.strip() and not line.startswith(" ")), None)
     # If a signal interrupted Python while it printed the traceback, the exception is missing.
-    return any(map(_LOADER_FRAME.search, frames)) and any(map(_SHARER_FRAME.search, frames))
+    if error is not None and not is_loss_of_local_peer(error):
+        return False
+    # An error of the thread that pins memory has the frames of this thread below the exception,
+    # after the words "Original Traceback". So search all lines for the frames.
+    return any(map(_LOADER_FRAME.search, traceback)) and any(map(_SHARER_FRAME.search, traceback))
 
 
 def is_loss_of_local_peer(line: str) -> bool:

@@ -737,6 +737,32 @@ def test_worker_of_a_data_loader_to_which_the_connection_was_lost_is_named(
 
 
 @pytest.mark.parametrize("error", LOST_LOADER_ERRORS)
+def test_worker_of_a_data_loader_to_which_the_thread_that_pins_memory_lost_the_connection(
+    error: str,
+) -> None:
+    name = error.partition(":")[0]
+    original = lost_loader(error).replace("dataloader.py", "_utils/pin_memory.py")
+    lines = [
+        "Traceback (most recent call last):",
+        '  File "/t.py", line 15, in main',
+        "    batch = next(batches)",
+        '  File "/env/torch/utils/data/dataloader.py", line 1515, in _process_data',
+        "    data.reraise()",
+        '  File "/env/torch/_utils.py", line 775, in reraise',
+        "    raise exception",
+        f"{name}: Caught {name} in pin memory thread for device 0.",
+        *f"Original {original}".splitlines(),
+    ]
+    text = STEPS + "".join(f"[rank1]: {line}\n" for line in lines) + LOST_PEER
+    text += table(entry(1, 1, 7), STOPPED)
+
+    failure = fail(text, first_death=LOADER_DEATH)
+
+    worker = "a data loader worker of rank 1 (pid 17)"
+    assert failure.message == f"trainer ended: {worker} was killed by SIGKILL first"
+
+
+@pytest.mark.parametrize("error", LOST_LOADER_ERRORS)
 def test_worker_of_a_data_loader_is_named_if_its_parent_also_lost_the_connection(
     error: str,
 ) -> None:
