@@ -74,14 +74,15 @@ from tasks.record.outcome import (
 )
 from tasks.record.ranks import (
     RankFailure,
+    ends_with_dead_loader,
+    find_dead_loader,
     find_first_rank,
-    find_killed_loader,
-    find_lost_loader,
     has_error_file,
     has_lost_peer,
     is_consequence,
     is_exit_report,
     is_loss_of_local_peer,
+    is_report_of_dead_loader,
     is_victim,
     name_processes_of_spawn,
     remove_launcher_reports,
@@ -191,6 +192,11 @@ _LOST_LOADER_HINT = (
     "OOM killer ended the worker. To see an error of the worker itself, run the training with "
     "`num_workers=0`."
 )
+#: Advice for a worker of a data loader that has crashed.
+_CRASHED_LOADER_HINT = (
+    "A data loader worker crashed. To see which code crashed, run the training with "
+    "`num_workers=0`: the crash then happens in the main process, and its call stack is in the log."
+)
 #: Empty evidence: this machine's kernel knows nothing about the deaths of a component's processes.
 _NO_EVIDENCE = DeathEvidence()
 #: Advice for an exit code of a shell, if the log does not show the cause.
@@ -238,9 +244,7 @@ def make_failure(
     loader: RankFailure | None = None
     if exit is not None:
         first_rank = _find_first_rank(text, evidence)
-        loader = _find_killed_loader(text, first_rank) or _find_lost_loader(
-            text, first_rank, evidence
-        )
+        loader = _find_dead_loader(text, first_rank, evidence)
         first_rank = loader or first_rank
     own_text = text
     traceback = evidence.traceback
@@ -315,8 +319,10 @@ def make_failure(
         is_wrapper = cause is not None and cause.rule.role is Role.WRAPPER
         # If `cause_line` is not empty, the message already names the reason. In this case, do not
         # send the user to the log for the reason.
-        if loader is not None and loader.exit_code is None:
+        if loader is not None and not cause_line and loader.exit_code is None:
             hint = _LOST_LOADER_HINT
+        elif loader is not None and not cause_line and signal_of_death in _FATAL_SIGNALS:
+            hint = _CRASHED_LOADER_HINT
         elif not cause_line and (not hint or is_wrapper):
             is_unexplained = cause is None or is_wrapper
             hint = _advise_about_rank(first_rank, is_unexplained=is_unexplained)
@@ -422,35 +428,10 @@ def _name_process(text: str, failure: RankFailure | None) -> RankFailure | None:
     return None if failure is None else name_processes_of_spawn(text, failure)
 
 
-def _find_killed_loader(text: str, first_rank: RankFailure | None) -> RankFailure | None:
-    """Return the worker of a data loader whose kill explains the failure, or None.
-
-    Args:
-        text: End of the component's log.
-        first_rank: The first failed process of the component, or None if unknown.
-    """
-    own_text = text if first_rank is None else select_lines_of_rank(text, first_rank)
-    loader = find_killed_loader(own_text, first_rank)
-    if loader is None:
-        return None
-    cause = find_cause(own_text, is_consequence=partial(is_consequence, failure=loader))
-    if cause is None:
-        return None
-    # `cause.line` is the line of the log that best explains the failure. Return `loader` only if
-    # this line reports that a data loader worker was killed, or that a connection was lost.
-    is_kill = find_killed_loader(cause.line, first_rank) is not None
-    return loader if is_kill or is_loss_of_local_peer(cause.line) else None
-
-
-def _is_consequence_of_loader(line: str, loader: RankFailure) -> bool:
-    """Return True if a log line only shows a consequence of the end of a data loader worker."""
-    return is_consequence(line, loader) or is_loss_of_local_peer(line)
-
-
-def _find_lost_loader(
+def _find_dead_loader(
     text: str, first_rank: RankFailure | None, evidence: DeathEvidence
 ) -> RankFailure | None:
-    """Return the worker of a data loader to which a process lost its connection, or None.
+    """Return the worker of a data loader whose end explains the failure, or None.
 
     Args:
         text: End of the component's log.
@@ -461,7 +442,23 @@ def _find_lost_loader(
     own_text = ""
     if (rank := first_rank or first_death) is not None:
         own_text = select_traceback_of_rank(text, rank)
-    return find_lost_loader(own_text or remove_launcher_reports(text), first_rank, first_death)
+    own_text = own_text or remove_launcher_reports(text)
+    loader = find_dead_loader(own_text, first_rank, first_death)
+    if loader is None or ends_with_dead_loader(own_text):
+        return loader
+    # The log may contain the error in another form than a traceback of Python. `cause.line` is the
+    # line of the log that best explains the failure.
+    cause = find_cause(own_text, is_consequence=partial(is_consequence, failure=loader))
+    return loader if cause is not None and is_report_of_dead_loader(cause.line) else None
+
+
+def _is_consequence_of_loader(line: str, loader: RankFailure) -> bool:
+    """Return True if a log line only shows a consequence of the end of a data loader worker."""
+    return (
+        is_consequence(line, loader)
+        or is_loss_of_local_peer(line)
+        or is_report_of_dead_loader(line)
+    )
 
 
 def _is_loss_of_a_rank(text: str, death: RankFailure | None) -> bool:

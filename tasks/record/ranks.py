@@ -103,10 +103,12 @@ _LOST_PEER = re.compile(
 )
 #: Matches errors of a rank that waited too long for another rank.
 _WAITED_IN_VAIN = re.compile(r"Timed out waiting \d+ms|[Ww]atchdog|NCCL .{0,80}[Tt]imeout")
-#: Matches the error of a process that lost a worker of its data loader. Source:
-#: torch/csrc/DataLoader.cpp.
-_KILLED_LOADER = re.compile(
-    r"DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: (?P<signal>[^.\n]{1,40})\."
+#: Matches the error of a process whose data loader lost a worker. Sources:
+#: torch/csrc/DataLoader.cpp, torch/utils/data/dataloader.py.
+_DEAD_LOADER = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? (?P<pids>\d+(?:, \d+)*)\) "
+    r"(?:is killed by signal: (?P<signal>[^.\n]{1,40})\."
+    r"|exited unexpectedly(?: with exit code (?P<code>\d+))?)"
 )
 #: Matches two frames of a traceback: PyTorch's data loader, and the module of Python that opens a
 #: local connection to a worker to receive a tensor.
@@ -260,66 +262,14 @@ def name_processes_of_spawn(text: str, failure: RankFailure) -> RankFailure:
     return replace(failure, name=f"process {failure.number}")
 
 
-def find_killed_loader(text: str, failure: RankFailure | None) -> RankFailure | None:
-    """Return the data loader worker that a signal has killed.
-
-    The rank that started the worker reports the signal in an error message.
-
-    Args:
-        text: The end of the log, with the lines of the failed rank.
-        failure: The process that failed first, which may be the worker or its rank. None if
-            unknown.
-
-    Returns:
-        The worker. None if the log contains no such error message.
-    """
-    matches = [match for match in _KILLED_LOADER.finditer(text) if match["signal"] in _SIGNALS]
-    if not matches:
-        return None
-    match = matches[-1]
-    number = _SIGNALS[match["signal"]]
-    if number == signal.SIGTERM:
-        # A rank may stop its data loader workers with SIGTERM after its own failure. So a worker
-        # that got SIGTERM is probably not the cause.
-        return None
-    rank: int | None = None
-    line_start = text.rfind("\n", 0, match.start()) + 1
-    if prefix := _RANK_PREFIX.match(text, line_start):
-        rank = int(prefix[1])
-    loader = RankFailure(
-        name="a data loader worker" if rank is None else f"rank {rank}",
-        child="" if rank is None else "a data loader worker",
-        rank=rank,
-        pid=int(match["pid"]),
-        exit_code=-number,
-        others_failed=True,
-    )
-    if failure is None:
-        return loader
-    is_rank = failure.exit_code in (None, _EXCEPTION_EXIT_CODE)
-    if failure.pid != loader.pid and not is_rank:
-        # The killed worker can be the cause only in two cases: the worker itself failed first, or
-        # the rank that started the worker ended first, with an exception. Neither is the case here.
-        return None
-    if "`" in failure.name or (failure.pid == loader.pid and _is_without_rank(failure)):
-        return loader
-    return replace(
-        loader,
-        name=failure.name,
-        child="a data loader worker",
-        rank=failure.rank,
-        number=failure.number,
-    )
-
-
-def find_lost_loader(
+def find_dead_loader(
     text: str, failure: RankFailure | None, first_death: RankFailure | None
 ) -> RankFailure | None:
-    """Return the data loader worker that ended while its parent was reading a tensor from it.
+    """Return the data loader worker whose end is reported in the log.
 
-    Usually, the parent reports the signal that ended the worker, see `find_killed_loader`. But if
-    the worker ends while the parent is receiving a tensor from it, the parent may only report a
-    lost connection.
+    Usually, PyTorch reports the signal or the exit code of the worker in an error of the parent.
+    But if the worker ends while the parent is receiving a tensor from it, the parent may only
+    report a lost connection.
 
     Args:
         text: The end of the log, with the lines of the failed rank, without the reports of
@@ -329,53 +279,94 @@ def find_lost_loader(
         first_death: The process that died first according to the kernel, or None if unknown.
 
     Returns:
-        The worker, with its exit code if the kernel reports the death. None if the last traceback
-        in the log has another reason.
+        The worker. Its exit code is None if neither the log nor the kernel reports the exit code.
+        None if the log contains no such error.
     """
-    if not _ends_with_lost_loader(text):
+    matches = [*_DEAD_LOADER.finditer(text)]
+    match = matches[-1] if matches else None
+    if match is None and not _ends_with_lost_loader(text):
         return None
-    worker = first_death
-    if worker is not None and not worker.child and worker.rank is not None:
-        # This process is a rank itself.
-        worker = None
-    failure = failure or worker
-    is_nameless = failure is None or "`" in failure.name
-    if failure is None or is_nameless or (failure is worker and _is_without_rank(failure)):
-        loader = RankFailure(name="a data loader worker", others_failed=True)
-    elif failure is worker or failure.exit_code in (None, _EXCEPTION_EXIT_CODE):
-        loader = RankFailure(
-            name=failure.name,
-            child="a data loader worker",
-            rank=failure.rank,
-            number=failure.number,
-            others_failed=True,
-        )
-    else:
-        return None
-    if worker is None or (failure is not None and worker.name != failure.name):
+    loader = RankFailure(name="a data loader worker", others_failed=True)
+    if match is not None:
+        pids = [int(pid) for pid in match["pids"].split(", ")]
+        exit_code = int(match["code"]) if match["code"] else None
+        if match["signal"] in _SIGNALS:
+            exit_code = -_SIGNALS[match["signal"]]
+        if exit_code == -signal.SIGTERM:
+            # A rank may stop its data loader workers with SIGTERM after its own failure. So a
+            # worker that got SIGTERM is probably not the cause.
+            return None
+        if exit_code is None and first_death is not None and first_death.pid in pids:
+            loader = replace(loader, pid=first_death.pid, exit_code=first_death.exit_code)
+        else:
+            loader = replace(loader, pid=pids[0] if len(pids) == 1 else None, exit_code=exit_code)
+        if prefix := _RANK_PREFIX.match(text, text.rfind("\n", 0, match.start()) + 1):
+            loader = _make_child(loader, name=f"rank {prefix[1]}", rank=int(prefix[1]))
+    elif first_death is not None and (first_death.child or first_death.rank is None):
+        is_of_failure = failure is None or first_death.name == failure.name
+        if is_of_failure:
+            loader = replace(loader, pid=first_death.pid, exit_code=first_death.exit_code)
+            failure = first_death
+    if failure is None:
         return loader
-    return replace(loader, pid=worker.pid, exit_code=worker.exit_code)
+    is_worker = failure.pid is not None and failure.pid == loader.pid
+    if not is_worker and failure.exit_code not in (None, _EXCEPTION_EXIT_CODE):
+        # The worker can be the cause only in two cases: the worker itself failed first, or the rank
+        # that started the worker ended first, with an exception. Neither is the case here.
+        return None
+    if "`" in failure.name or (is_worker and failure.rank is None and not failure.child):
+        # The name is that of the worker's own process, or it is a long command line.
+        return loader
+    return _make_child(loader, name=failure.name, rank=failure.rank, number=failure.number)
 
 
-def _is_without_rank(failure: RankFailure) -> bool:
-    """Return True if a failed process is neither a rank nor a known child process of a rank."""
-    return failure.rank is None and not failure.child
+def _make_child(
+    loader: RankFailure, *, name: str, rank: int | None, number: int | None = None
+) -> RankFailure:
+    """Return a copy of a data loader worker that names its parent.
+
+    Args:
+        loader: The worker.
+        name: Name of the parent.
+        rank: Number of the parent's rank. None if the parent has no rank.
+        number: Index of the parent among the ranks, from 0. None if unknown.
+    """
+    return replace(loader, name=name, child="a data loader worker", rank=rank, number=number)
+
+
+def ends_with_dead_loader(text: str) -> bool:
+    """Return True if the last traceback reports the end of a data loader worker."""
+    _, error = _read_last_traceback(text)
+    return _ends_with_lost_loader(text) or (error is not None and is_report_of_dead_loader(error))
+
+
+def is_report_of_dead_loader(line: str) -> bool:
+    """Return True if a log line reports the end of a data loader worker."""
+    return _DEAD_LOADER.search(line) is not None
 
 
 def _ends_with_lost_loader(text: str) -> bool:
     """Return True if the last traceback shows a lost connection to a data loader worker."""
-    lines = [_RANK_PREFIX.sub("", line).removeprefix(": ") for line in text.splitlines()]
-    heads = [n for n, line in enumerate(lines) if line.startswith("Traceback (most recent call")]
-    if not heads:
-        return False
-    traceback = lines[heads[-1] + 1 :]
-    error = next((line for line in traceback if line.strip() and not line.startswith(" ")), None)
+    traceback, error = _read_last_traceback(text)
     # If a signal interrupted Python while it printed the traceback, the exception is missing.
     if error is not None and not is_loss_of_local_peer(error):
         return False
     # An error of the thread that pins memory has the frames of this thread below the exception,
     # after the words "Original Traceback". So search all lines for the frames.
     return any(map(_LOADER_FRAME.search, traceback)) and any(map(_SHARER_FRAME.search, traceback))
+
+
+def _read_last_traceback(text: str) -> tuple[list[str], str | None]:
+    """Return the lines after the beginning of the last traceback, and the line of its exception.
+
+    The numbers of the ranks at the beginning of the lines are removed. The list is empty if there
+    is no traceback. The exception is None if the traceback is incomplete.
+    """
+    lines = [_RANK_PREFIX.sub("", line).removeprefix(": ") for line in text.splitlines()]
+    heads = [n for n, line in enumerate(lines) if line.startswith("Traceback (most recent call")]
+    traceback = lines[heads[-1] + 1 :] if heads else []
+    errors = (line for line in traceback if line.strip() and not line.startswith(" "))
+    return traceback, next(errors, None)
 
 
 def is_loss_of_local_peer(line: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -645,6 +646,40 @@ def test_killed_worker_of_a_data_loader_is_not_named_if_another_error_explains_t
 
     assert failure.kind == "USER_ERROR"
     assert "data loader" not in failure.message
+
+
+@pytest.mark.parametrize(
+    ("error", "first_death", "end"),
+    [
+        (
+            "DataLoader worker (pid 17) is killed by signal: Segmentation fault. ",
+            None,
+            "was killed by SIGSEGV first",
+        ),
+        (
+            "DataLoader worker (pid 17) exited unexpectedly with exit code 3. Details are lost due "
+            "to multiprocessing. Rerunning with num_workers=0 may give better error trace.",
+            None,
+            "ended first, with exit code 3",
+        ),
+        (
+            "DataLoader worker (pid(s) 16, 17) exited unexpectedly",
+            replace(LOADER_DEATH, exit_code=4),
+            "ended first, with exit code 4",
+        ),
+        ("DataLoader worker (pid(s) 17) exited unexpectedly", None, "failed first"),
+    ],
+)
+def test_worker_of_a_data_loader_is_named_with_its_exit_code(
+    error: str, first_death: RankFailure | None, end: str
+) -> None:
+    text = traceback_of(f"RuntimeError: {error}", "[rank1]: ") + LOST_PEER
+
+    failure = fail(STEPS + text + table(entry(1, 1, 7), STOPPED), first_death=first_death)
+
+    assert failure.message == f"trainer ended: a data loader worker of rank 1 (pid 17) {end}"
+    assert failure.kind == "RUNTIME_ERROR"
+    assert "num_workers=0" in failure.hint or "exit code" in failure.hint
 
 
 def lost_loader(error: str, prefix: str = "") -> str:
