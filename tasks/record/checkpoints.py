@@ -497,18 +497,40 @@ def list_output_folders(spec: RunSpec, root: Path) -> tuple[str, ...]:
 
     Returns:
         Paths relative to the project. A folder outside the project, a URL and a path with
-        placeholders are left out.
+        placeholders are left out. The same holds for a folder with files that the run needs: the
+        working directory of a component, and a folder with a file that a command names.
     """
+    used = [*_list_used_paths(spec, root)]
     folders = []
     for component in spec.processes.values():
         written = component.checkpoints or ""
         if not written or is_url(written) or has_placeholders(written):
             continue
         path = Path(root, component.cwd or spec.cwd, find_fixed_folder(written))
-        folder = os.path.relpath(os.path.normpath(path), root)
-        if folder != os.curdir and not folder.startswith(os.pardir):
+        path = Path(os.path.normpath(path))
+        folder = os.path.relpath(path, root)
+        is_used = any(each.is_relative_to(path) for each in used)
+        if not is_used and not folder.startswith(os.pardir):
             folders.append(folder)
     return tuple(dict.fromkeys(folders))
+
+
+def _list_used_paths(spec: RunSpec, root: Path) -> Iterator[Path]:
+    """Yield the paths of a project that the components of a run need.
+
+    These are the root of the project, the working directories of the components, and the existing
+    files that are arguments of a command, such as `train.py` or `--config=a.yaml`.
+    """
+    yield Path(os.path.normpath(root))
+    for component in spec.processes.values():
+        cwd = Path(root, component.cwd or spec.cwd)
+        yield Path(os.path.normpath(cwd))
+        for word in component.command:
+            for text in {word, word.partition("=")[2]}:
+                # An argument may be too long for a path, or contain a null character.
+                with suppress(OSError, ValueError):
+                    if text and (cwd / text).is_file():
+                        yield Path(os.path.normpath(cwd / text))
 
 
 def _why_foreign(checkpoint: Checkpoint, foreign: Mapping[str, str]) -> str:

@@ -140,6 +140,23 @@ def test_folders_of_a_project_in_which_a_run_saves_checkpoints_are_listed(
     assert list_output_folders(RunSpec.model_validate(data), tmp_path) == folders
 
 
+@pytest.mark.parametrize(
+    ("cwd", "checkpoints"), [("lib", "."), ("lib", "step-*.pt"), (".", "lib"), (".", "lib/step-*")]
+)
+@pytest.mark.parametrize("argument", ["train.py", "--config=train.py"])
+def test_folder_of_checkpoints_with_the_script_of_the_run_is_part_of_the_project(
+    tmp_path: Path, cwd: str, checkpoints: str, argument: str
+) -> None:
+    folder = tmp_path / "lib"
+    folder.mkdir()
+    (folder / "train.py").touch()
+    name = argument if cwd == "lib" else argument.replace("train.py", "lib/train.py")
+    trainer = {"command": ["python", name, "x" * 5000], "checkpoints": checkpoints}
+    data = {"name": "x", "workload": "sft", "cwd": cwd, "components": {"trainer": trainer}}
+
+    assert list_output_folders(RunSpec.model_validate(data), tmp_path) == ()
+
+
 def test_overwritten_checkpoint_belongs_to_the_run_that_wrote_it_last(folder: Path) -> None:
     files.distributed(folder, 10)
     run = Run("b", str(folder))
