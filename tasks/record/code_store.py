@@ -101,9 +101,12 @@ def store_project(root: Path, outputs: Collection[str] = ()) -> str:
     """
     root = root.absolute()
     limit = int(CODE_MIB.read() * 2**20)
-    _refuse_large_folder(root, limit)
+    left_out = _find_untracked_folders(root, outputs)
+    _refuse_large_folder(root, limit, left_out)
     sizes: dict[str, int] = {}
-    for name in sorted(_leave_out_outputs(root, _files(root).names, outputs)):
+    for name in sorted(_files(root).names):
+        if _is_in_any(name, left_out):
+            continue
         # A file may have been deleted after git listed it.
         with suppress(FileNotFoundError):
             sizes[name] = (root / name).lstat().st_size
@@ -114,39 +117,43 @@ def store_project(root: Path, outputs: Collection[str] = ()) -> str:
     return store_content(json.dumps(asdict(code)).encode())
 
 
-def _leave_out_outputs(root: Path, names: Set[str], outputs: Collection[str]) -> Set[str]:
-    """Return the paths of a project's files without the files that runs have written.
+def _find_untracked_folders(root: Path, folders: Collection[str]) -> Set[str]:
+    """Return those folders of a project that exist, and that contain no file that git tracks.
+
+    A folder with tracked files belongs to the project. A run may read its files.
 
     Args:
         root: The project folder.
-        names: Paths of the files, relative to the project folder.
-        outputs: See `store_project`.
+        folders: Paths relative to the project folder.
     """
-    inside = {
-        output: {name for name in names if PurePosixPath(name).is_relative_to(output)}
-        for output in outputs
-    }
-    written = set().union(*inside.values())
-    if not written:
-        return names
+    existing = {folder for folder in folders if os.path.lexists(root / folder)}
+    if not existing or (repository := find_repository(root)) is None:
+        return existing
     tracked: set[str] = set()
-    if (repository := find_repository(root)) is not None:
-        with suppress(GitFailed, OSError), git_view(root, repository) as git:
-            tracked = git.list("-c")
-    # A folder with tracked files belongs to the project. The run may read its files.
-    kept = set().union(*(files for files in inside.values() if files & tracked))
-    return names - (written - kept)
+    with suppress(GitFailed, OSError), git_view(root, repository) as git:
+        tracked = git.list("-c")
+    return {
+        folder for folder in existing if not any(_is_in_any(name, {folder}) for name in tracked)
+    }
 
 
-def _refuse_large_folder(root: Path, limit: int) -> None:
+def _is_in_any(name: str, folders: Set[str]) -> bool:
+    """Return True if the relative path of a file is in one of several folders, or is one of them.
+
+    The key `checkpoints` may also name a single file."""
+    return any(f"{name}/".startswith(f"{folder}/") for folder in folders)
+
+
+def _refuse_large_folder(root: Path, limit: int, left_out: Set[str]) -> None:
     """Raise InvalidSpec if a folder is too large for git to list its files quickly.
 
     Args:
         root: The project folder.
         limit: Largest allowed size of the project's files in bytes.
+        left_out: Folders that are not counted, relative to the project folder.
     """
     try:
-        counted = count_until(root, limit, _IGNORED)
+        counted = count_until(root, limit, _IGNORED, left_out)
     except (GitFailed, OSError):
         # Ignore the error here. `_files` runs git again and reports the error.
         return

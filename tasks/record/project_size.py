@@ -37,7 +37,9 @@ class CountedFiles:
         return sum(self.sizes.values())
 
 
-def count_until(root: Path, limit_bytes: int, excluded: Collection[str]) -> CountedFiles | None:
+def count_until(
+    root: Path, limit_bytes: int, excluded: Collection[str], left_out: Collection[str] = ()
+) -> CountedFiles | None:
     """Count the files of a large folder until their total size reaches a limit.
 
     Files that git ignores, and the files of nested repositories, are not counted.
@@ -46,6 +48,7 @@ def count_until(root: Path, limit_bytes: int, excluded: Collection[str]) -> Coun
         root: The folder.
         limit_bytes: Total size in bytes at which the count stops.
         excluded: Names of files and folders that are not counted.
+        left_out: Relative paths of folders that are not counted.
 
     Returns:
         The counted files. None if the total size of all files does not exceed the limit. Also None
@@ -56,7 +59,7 @@ def count_until(root: Path, limit_bytes: int, excluded: Collection[str]) -> Coun
         GitFailed: A git command failed.
         OSError: A temporary file could not be written.
     """
-    if _is_small(root, excluded):
+    if _is_small(root, excluded, left_out):
         return None
     home = muster_home().resolve()
     sizes: dict[str, int] = {}
@@ -69,7 +72,11 @@ def count_until(root: Path, limit_bytes: int, excluded: Collection[str]) -> Coun
             for folder in folders[:_FOLDERS_AT_ONCE]:
                 files, inner = _read_folder(root, folder, excluded)
                 found |= files
-                inner_folders += [name for name in inner if (root / name).resolve() != home]
+                inner_folders += [
+                    name
+                    for name in inner
+                    if name not in left_out and (root / name).resolve() != home
+                ]
             kept = _without_ignored(git, [*found, *inner_folders])
             for name in found.keys() & kept:
                 sizes[name] = found[name]
@@ -80,14 +87,14 @@ def count_until(root: Path, limit_bytes: int, excluded: Collection[str]) -> Coun
     return None
 
 
-def _is_small(root: Path, excluded: Collection[str]) -> bool:
+def _is_small(root: Path, excluded: Collection[str], left_out: Collection[str]) -> bool:
     """Return True if a folder contains so few files and folders that git lists them quickly."""
     folders = [""]
     count = 0
     while folders:
         files, inner = _read_folder(root, folders.pop(), excluded)
         count += len(files) + len(inner)
-        folders += inner
+        folders += [name for name in inner if name not in left_out]
         if count >= _SMALL_PROJECT:
             return False
     return True

@@ -17,7 +17,14 @@ from typing import Any
 import pytest
 
 from tasks.record import code_store, empty_folders, project_size
-from tasks.record.code_store import PROJECT, NoCode, check_out, read_code, store_project
+from tasks.record.code_store import (
+    PROJECT,
+    NoCode,
+    check_out,
+    read_code,
+    read_files,
+    store_project,
+)
 from tasks.server.artifacts import (
     delete_unused_code,
     download_code,
@@ -136,6 +143,22 @@ def test_checkpoints_do_not_count_against_the_limit_of_the_code(
     with pytest.raises(InvalidSpec, match="step_1"):
         store_project(tmp_path)
     assert store_project(tmp_path, ["out"])
+
+
+def test_many_checkpoints_do_not_count_against_the_limit_of_the_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # In a project with many files, Muster counts the files before git lists them.
+    monkeypatch.setattr("tasks.record.project_size._SMALL_PROJECT", 5)
+    monkeypatch.setenv("MUSTER_CODE_MIB", "0.01")
+    write(tmp_path, train_py="a", **{f"lib__{number}": "b" for number in range(10)})
+    write(tmp_path, **{f"lib__out__{number}": "x" * 5000 for number in range(10)})
+
+    code = read_code(store_project(tmp_path, ["lib/out"]))
+
+    assert set(read_files(code.tree)) == {"train.py", *(f"lib/{number}" for number in range(10))}
+    with pytest.raises(InvalidSpec, match="Muster stopped counting"):
+        store_project(tmp_path)
 
 
 def test_name_of_the_code_depends_only_on_the_files(project: Path, tmp_path: Path) -> None:
