@@ -208,7 +208,12 @@ def read_code(name: str, fetch: Fetch = lambda _: None) -> Code:
         raise NoCode(message) from None
 
 
-def check_out(code: Code, place: Path, fetch: Fetch = lambda _: None) -> None:
+def check_out(
+    code: Code,
+    place: Path,
+    fetch: Fetch = lambda _: None,
+    outputs: Collection[str] = (),
+) -> None:
     """Write the project files of a snapshot into a folder.
 
     Missing and changed files are written again. Other files in the folder are kept.
@@ -220,6 +225,9 @@ def check_out(code: Code, place: Path, fetch: Fetch = lambda _: None) -> None:
         code: Snapshot of the project.
         place: The folder, which is created if it is missing.
         fetch: Function that returns the content of an entry that is missing in this code store.
+        outputs: Folders whose files `store_project` may have left out, relative to the project. If
+            the project has such a folder, the copy gets the folder, too, because a script may
+            expect its output folder to exist.
 
     Raises:
         NoCode: The entry with the files is not available.
@@ -259,6 +267,9 @@ def check_out(code: Code, place: Path, fetch: Fetch = lambda _: None) -> None:
                 _link(_path_in(folders, name), str(project / name))
         for name in find_empty_folders(project, files.is_left_out):
             _make_folder(place, name)
+        for name in outputs:
+            if (project / name).is_dir():
+                _make_folder(place, name)
 
 
 def hash_files(tree: str) -> dict[str, str]:

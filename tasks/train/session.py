@@ -33,6 +33,7 @@ from tasks.record.checkpoints import (
     describe_unrecognised,
     explain_lack_of_checkpoints,
     find_foreign_checkpoints,
+    list_output_folders,
     plan_resume,
 )
 from tasks.record.disk import replace_file
@@ -336,7 +337,8 @@ class RunSession:
             return
         self.code = code_store.read_code(self.spec.code, fetch)
         directory = self.place.code
-        code_store.check_out(self.code, directory, fetch)
+        outputs = list_output_folders(self.spec, Path(self.code.project))
+        code_store.check_out(self.code, directory, fetch, outputs)
         # Make MUSTER_HOME an absolute path, because the working directory changes below.
         os.environ["MUSTER_HOME"] = str(muster_home())
         os.environ[code_store.PROJECT] = self.code.project

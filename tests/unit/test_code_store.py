@@ -117,9 +117,17 @@ def test_checkpoints_in_the_folder_that_the_spec_names_are_not_copied(
         git(root, "init", "-q")
     write(root, train_py="a", out__step_1="weights", out2__x="b")
 
-    check_out(read_code(store_project(root, ["out"])), tmp_path / "copy")
+    check_out(
+        read_code(store_project(root, ["out"])), tmp_path / "copy", outputs=["out", "missing"]
+    )
 
     assert files_in(tmp_path / "copy") == {"train.py": "a", "out2/x": "b"}
+    # A script may write into the folder without creating it.
+    assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == [
+        "out",
+        "out2",
+        "train.py",
+    ]
 
 
 def test_folder_of_checkpoints_with_files_in_git_is_copied(tmp_path: Path) -> None:

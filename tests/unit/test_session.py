@@ -17,6 +17,8 @@ from tasks.processes.component import AttemptPlan
 from tasks.processes.stop_notes import describe_stopped_worker, write_stop_notes
 from tasks.processes.supervisor import Supervisor
 from tasks.record.cancellation_note import take_note, write_note
+from tasks.record.checkpoints import list_output_folders
+from tasks.record.code_store import PROJECT, store_project
 from tasks.record.outcome import Verdict
 from tasks.record.places import RunPlace
 from tasks.record.states import RunState
@@ -46,6 +48,26 @@ def test_directory_of_another_flow_run_is_rejected_and_unchanged(muster_home: Pa
     message = str(error_info.value)
     assert str(first) in message and str(second) in message
     assert run.place.record.read_bytes() == content_before
+
+
+def test_copy_of_the_project_has_the_folder_of_the_checkpoints(
+    tmp_path: Path, muster_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The script may write into the folder without creating it, as in the project itself.
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(PROJECT, "")
+    project = tmp_path / "project"
+    (project / "out").mkdir(parents=True)
+    (project / "out" / "step_1.pt").touch()
+    trainer = {"command": ["true"], "checkpoints": "out"}
+    written = {"name": "x", "workload": "sft", "components": {"trainer": trainer}}
+    code = store_project(project, list_output_folders(parse_spec(written), project))
+    run = RunSession(parse_spec({**written, "code": code}), run_id=RUN_ID, flow_run_id=uuid4())
+
+    run.enter_code(lambda name: None)
+
+    assert [*(run.place.code / "out").iterdir()] == []
+    run.close()
 
 
 def test_internal_error_before_an_attempt_fails_the_run(muster_home: Path) -> None:
