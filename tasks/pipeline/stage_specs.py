@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectNotFound
+from pydantic import ValidationError
 
+from tasks.record.checkpoints import list_output_folders
 from tasks.server.artifacts import store_submitted_code
 from tasks.spec.errors import MusterError
 from tasks.spec.pipeline import PipelineSpec
 from tasks.spec.programs import find_active_environment
+from tasks.spec.run import RunSpec
 from tasks.spec.step import is_step
 
 
@@ -69,7 +73,8 @@ def add_code(client: SyncPrefectClient | None, pipeline: PipelineSpec, root: Pat
     """Return the pipeline with a key `code` in each step and in each run spec.
 
     If a step or a run spec has no key `code`, the function stores the project's code, and writes
-    the name of the stored code into the key. If the key already names stored code, this code must
+    the name of the stored code into the key. The code of a run leaves out the checkpoints of
+    earlier runs, see `store_project`. If the key already names stored code, this code must
     be available. If a run needs the Python environment that the user has activated for this
     command, the run's spec also gets the variable VIRTUAL_ENV or CONDA_PREFIX.
 
@@ -82,15 +87,31 @@ def add_code(client: SyncPrefectClient | None, pipeline: PipelineSpec, root: Pat
         InvalidSpec, NoCode, OSError: The code cannot be stored, or the named code is not available.
     """
     written = pipeline.written()
-    project_code: str | None = None
+    #: Names of the stored code, by the folders that the code leaves out.
+    codes: dict[tuple[str, ...], str] = {}
     parts = [stage if is_step(stage) else stage.get("spec") for stage in written["stages"]]
     for spec in filter(None, parts):
         if spec.get("code") is None:
-            project_code = project_code or store_submitted_code(client, None, root)
-            spec["code"] = project_code
+            outputs = () if is_step(spec) else _list_outputs(spec, root)
+            if outputs not in codes:
+                codes[outputs] = store_submitted_code(client, None, root, outputs)
+            spec["code"] = codes[outputs]
         else:
             store_submitted_code(client, spec["code"], root)
         env = spec.get("env") or {}
         if active := find_active_environment(root, env):
             spec["env"] = {**active, **env}
     return PipelineSpec.model_validate(written)
+
+
+def _list_outputs(spec: Mapping[str, Any], root: Path) -> tuple[str, ...]:
+    """Return the folders of a project in which the run of a stage saves its checkpoints.
+
+    Args:
+        spec: The run spec of the stage. Its values may depend on earlier stages, so that the spec
+            is not valid yet. Then the result is empty.
+        root: Root directory of the project.
+    """
+    with suppress(ValidationError):
+        return list_output_folders(RunSpec.model_validate(spec), root)
+    return ()
