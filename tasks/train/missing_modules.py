@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 
 from tasks.spec.command_python import find_command_python
 from tasks.spec.formatting import join_words
+from tasks.spec.placeholders import has_placeholders
 from tasks.spec.programs import find_python_script
 from tasks.spec.run import RunSpec
 from tasks.spec.script_structure import parse_source
@@ -32,6 +35,8 @@ _PROGRAM = """
 import importlib.util, sys
 print(*[name for name in sys.argv[1:] if importlib.util.find_spec(name) is None])
 """
+#: Matches code that changes the folders in which Python searches for modules.
+_CHANGES_PATH = re.compile(r"\bsys\.path\b|\bfrom sys import\b[^\n]*\bpath\b|\baddsitedir\b")
 #: Longest time, in seconds, that `_PROGRAM` may run.
 _WITHIN_S = 10.0
 
@@ -79,17 +84,30 @@ def describe_missing_modules(spec: RunSpec, root: Path) -> Iterator[str]:
 def _list_imports(script: Path) -> frozenset[str]:
     """Return the modules that a script imports outside functions and other blocks.
 
-    For `import torch.nn`, the module is `torch`."""
+    For `import torch.nn`, the module is `torch`. If the script changes the search path of Python,
+    only the imports at its beginning are returned, because the other modules may be in the folders
+    that the script adds."""
     with suppress(OSError, UnicodeDecodeError):
-        tree = parse_source(script.read_text(encoding="utf-8"))
+        source = script.read_text(encoding="utf-8")
+        tree = parse_source(source)
+        statements = tree.body if tree is not None else []
+        if _CHANGES_PATH.search(source):
+            statements = [*takewhile(_is_import_or_docstring, statements)]
         names: set[str] = set()
-        for statement in tree.body if tree is not None else ():
+        for statement in statements:
             if isinstance(statement, ast.Import):
                 names |= {alias.name.partition(".")[0] for alias in statement.names}
             elif isinstance(statement, ast.ImportFrom) and not statement.level:
                 names.add((statement.module or "").partition(".")[0])
         return frozenset(names - {""})
     return frozenset()
+
+
+def _is_import_or_docstring(statement: ast.stmt) -> bool:
+    match statement:
+        case ast.Import() | ast.ImportFrom() | ast.Expr(value=ast.Constant()):
+            return True
+    return False
 
 
 def _find_missing(names: list[str], python: Path, script: Path, cwd: Path, env: Env) -> list[str]:
@@ -107,8 +125,13 @@ def _find_missing(names: list[str], python: Path, script: Path, cwd: Path, env: 
     """
     if not names:
         return []
-    variables = {**os.environ, **select_literals(env)}
-    folders = [str(script.parent), variables.get("PYTHONPATH", "")]
+    literals = select_literals(env)
+    if has_placeholders(literals.get("PYTHONPATH", "")):
+        # The folders are not known yet.
+        return []
+    variables = {**os.environ, **literals}
+    # If the script is a symbolic link, Python searches the folder of the target.
+    folders = [str(script.resolve().parent), variables.get("PYTHONPATH", "")]
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     try:
         answer = subprocess.run(

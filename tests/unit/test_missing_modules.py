@@ -80,6 +80,42 @@ def test_module_in_pythonpath_of_the_spec_causes_no_warning(tmp_path: Path) -> N
     assert list_warnings(tmp_path, "import own_package\n", env={"PYTHONPATH": "src"}) == []
 
 
+def test_unknown_pythonpath_causes_no_warning(tmp_path: Path) -> None:
+    env = {"PYTHONPATH": "${run.dir}/src"}
+
+    assert list_warnings(tmp_path, "import own_package\n", env=env) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "import sys\nsys.path.insert(0, 'lib')\n",
+        "import os, sys\ndef prepare():\n    sys.path.append('lib')\nprepare()\n",
+        "from sys import path\npath.append('lib')\n",
+        "import site\nsite.addsitedir('lib')\n",
+    ],
+)
+def test_modules_in_folders_that_the_script_adds_cause_no_warning(
+    tmp_path: Path, change: str
+) -> None:
+    assert list_warnings(tmp_path, f"{change}import own_package\n") == []
+
+    [warning] = list_warnings(tmp_path, f"'Doc.'\nimport no_such_torch\n{change}import own\n")
+    assert "imports the module no_such_torch, but" in warning
+
+
+def test_modules_next_to_the_target_of_a_linked_script_cause_no_warning(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    root = tmp_path / "project"
+    shared.mkdir()
+    root.mkdir()
+    (shared / "own_module.py").touch()
+    (shared / "train.py").touch()
+    (root / "train.py").symlink_to(shared / "train.py")
+
+    assert list_warnings(root, "import own_module\n") == []
+
+
 @pytest.mark.parametrize(
     "command",
     [
