@@ -52,8 +52,11 @@ HOOK_NAME = "muster_metrics.py"
 #: File with the text of the module `muster_metrics.py`. This file has no suffix `.py`, because
 #: Muster itself never imports the module.
 _HOOK = Path(__file__).with_name("muster_metrics.txt")
-#: Number of bytes that are read at the beginning of each possible training script.
+#: Number of bytes that are read at the beginning of each possible main file of a training.
 _READ_BYTES = 65_536
+#: Same as `_READ_BYTES`, but for Python files. Half of a Python file is often no valid Python, so
+#: nearly all Python files must be read as a whole.
+_READ_PYTHON_BYTES = 1 << 19
 #: Matches paths that are ignored, such as hidden files, installed packages and outputs of
 #: trainings.
 _IGNORED = re.compile(
@@ -223,9 +226,12 @@ def _find_candidate_files(directory: Path) -> Iterator[Path]:
 
 
 def _read_beginning(path: Path) -> str:
-    """Return the first `_READ_BYTES` bytes of a file as text, or "" if it cannot be read."""
+    """Return the beginning of a file as text, or "" if the file cannot be read.
+
+    The number of bytes depends on the suffix of the file."""
+    at_most = _READ_PYTHON_BYTES if path.suffix == ".py" else _READ_BYTES
     with suppress(OSError), path.open("rb") as f:
-        return f.read(_READ_BYTES).decode("utf-8", errors="replace")
+        return f.read(at_most).decode("utf-8", errors="replace")
     return ""
 
 
@@ -303,7 +309,7 @@ def _read_candidate_files(directory: Path, files: Iterable[Path]) -> list[_Candi
         content = read(path)
         # Only the beginning of a long file was read. The rest may start the training, so a long
         # file does not count as a module.
-        is_complete = len(content) < _READ_BYTES
+        is_complete = len(content) < _READ_PYTHON_BYTES
         is_helper = file.suffix == ".py" and is_complete and only_defines(content)
         modules = finder.find_modules(path) if file.suffix == ".py" else ()
         # Leave out Muster's own module for metrics: it names several frameworks without using them.

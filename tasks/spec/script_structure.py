@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
@@ -44,7 +45,12 @@ def parse_source(source: str) -> ast.Module | None:
     change a returned tree.
     """
     try:
-        return ast.parse(source)
+        with warnings.catch_warnings():
+            # Python may warn about the script, for example about "\\d" in a text. Users must not
+            # see this warning in the output of Muster.
+            warnings.simplefilter("ignore")
+            # Some editors write a byte order mark at the beginning of a file.
+            return ast.parse(source.removeprefix("\ufeff"))
     except (SyntaxError, ValueError, RecursionError):
         return None
 

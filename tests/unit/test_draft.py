@@ -278,6 +278,27 @@ def load_draft(folder: Path, **options: Any) -> RunSpec:
     return load_spec(folder / "muster.yaml")
 
 
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param("\ufeff" + SCRIPT_WITH_OPTIONS, id="byte order mark"),
+        pytest.param(
+            "import re\nre.compile('\\d')\n" + SCRIPT_WITH_OPTIONS, id="invalid escape sequence"
+        ),
+        pytest.param(
+            SCRIPT_WITH_OPTIONS
+            + "".join(f"def f_{n}(a):\n    return (a +\n        {n})\n" for n in range(3000)),
+            id="long script",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_options_of_a_script_with_unusual_text_are_read(tmp_path: Path, script: str) -> None:
+    spec = load_draft(project(tmp_path, {"train.py": script}))
+
+    assert "--output-dir" in spec.processes["trainer"].command
+
+
 def test_options_of_the_script_are_used(tmp_path: Path) -> None:
     folder = project(tmp_path, {"train.py": SCRIPT_WITH_OPTIONS})
 
