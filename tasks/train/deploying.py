@@ -326,7 +326,7 @@ def queue_run(
     """
     found_deployment = require_deployment(client, deployment)
     read_secrets(client, spec)
-    require_files(client, spec, root)
+    require_files(client, spec, root, found_deployment.work_pool_name)
     spec = _add_run_code(client, spec, root)
     print_project(spec, root)
     flow_run = client.create_flow_run_from_deployment(

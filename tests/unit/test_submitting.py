@@ -163,6 +163,31 @@ def test_missing_file_is_refused_if_all_workers_are_on_this_machine(
     assert err.endswith("Nothing was started.\n") is (expected_code == 2)
 
 
+def test_missing_file_is_no_fault_if_the_deployment_starts_runs_in_another_pool(
+    server: SubmitServer, spec: Path
+) -> None:
+    # The workers of this pool are not Muster's own, so their hosts are unknown.
+    server.workers = [host_name()]
+    server.deployments["remote"] = server.any.model_copy(update={"work_pool_name": "remote"})
+
+    deploying.queue_run(server, load_spec(spec), spec.parents[1], deployment="train/remote")  # type: ignore[arg-type]
+
+    assert len(server.created) == 1
+    with pytest.raises(InvalidSpec):
+        deploying.queue_run(server, load_spec(spec), spec.parents[1])  # type: ignore[arg-type]
+
+
+def test_program_that_only_the_path_of_the_worker_may_contain_is_no_fault(
+    server: SubmitServer, spec: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.workers = [host_name()]
+
+    assert run(MUSTER, ["submit", str(spec), "--set", "components.trainer.command=[no-such]"]) == 0
+
+    assert len(server.created) == 1
+    assert "has the file: components.trainer.command.0" in capsys.readouterr().err
+
+
 def test_run_that_fits_on_no_cluster_is_queued_with_a_warning(
     server: SubmitServer,
     spec: Path,
