@@ -54,8 +54,11 @@ _FIELD_PARSERS = ("tyro.cli", "simple_parsing.parse", "HfArgumentParser", "TrlPa
 _SEVERAL_VALUES = re.compile(r"(?i)\b(?:list|tuple|set|sequence|dict|mapping)\b")
 #: Meanings of options without a value.
 _FLAGS = (Purpose.AUTO_RESUME, Purpose.RESUME_FLAG)
-#: Meanings that an environment variable may have. Muster sets the variable to a path.
-_PURPOSES_OF_VARIABLES = (Purpose.CHECKPOINTS, Purpose.RESUME_FROM, Purpose.METRICS)
+#: Meanings of paths. An environment variable has one of these meanings, because Muster sets the
+#: variable to a path.
+_PATHS = (Purpose.CHECKPOINTS, Purpose.RESUME_FROM, Purpose.METRICS)
+#: Matches the type of a number.
+_NUMBER_TYPE = re.compile(r"(?:\w+\.)?(?:Optional\[)?(?:int|float|INT|FLOAT)\b.*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,8 @@ class ScriptOption:
     default_text: str = ""
     #: True if the option, such as `--verbose`, takes no value.
     is_flag: bool = False
+    #: True if the value is a number, according to its type or its default value.
+    is_number: bool = False
     #: Name that the source explicitly gives to the value of the option. Empty if the library makes
     #: this name from the name of the option.
     given_attribute: str = ""
@@ -87,7 +92,9 @@ class ScriptOption:
         """Meaning of the option, or None if the name does not show the meaning."""
         if not self.name.startswith("-"):
             return None
-        return find_purpose(self.name, is_flag=self.is_flag)
+        purpose = find_purpose(self.name, is_flag=self.is_flag)
+        # A number as in `--save 100` is no path. It may be the number of steps between two saves.
+        return None if self.is_number and purpose in _PATHS else purpose
 
 
 def find_purpose(name: str, *, is_flag: bool = False) -> Purpose | None:
@@ -117,7 +124,7 @@ def read_variables(sources: Iterable[str]) -> dict[Purpose, str]:
         for node in ast.walk(tree) if tree is not None else ():
             name = _find_variable(node)
             purpose = find_purpose(name)
-            if name.isupper() and purpose in _PURPOSES_OF_VARIABLES:
+            if name.isupper() and purpose in _PATHS:
                 variables.setdefault(purpose, name)
     return variables
 
@@ -190,6 +197,7 @@ def _find_options(tree: ast.Module) -> Iterator[ScriptOption]:
             default_number=_read_number(keywords.get("default")),
             default_text=_read_text(keywords.get("default")),
             is_flag=is_flag,
+            is_number=_is_number(keywords.get("type"), keywords.get("default")),
             given_attribute=attribute,
         )
 
@@ -224,6 +232,7 @@ def _find_field_options(tree: ast.Module) -> Iterator[ScriptOption]:
                     default_number=_read_number(default),
                     default_text=_read_text(default),
                     is_flag=type_name == "bool",
+                    is_number=_is_number(annotation, default),
                     given_attribute=name,
                 )
 
@@ -264,6 +273,13 @@ def _read_number(node: ast.expr | None) -> int | None:
     if isinstance(node, ast.Constant) and type(node.value) is int and node.value > 0:
         return node.value
     return None
+
+
+def _is_number(type_node: ast.expr | None, default: ast.expr | None) -> bool:
+    """Return True if the type or the default value of an option is that of a number."""
+    if type_node is not None and _NUMBER_TYPE.fullmatch(ast.unparse(type_node)):
+        return True
+    return isinstance(default, ast.Constant) and type(default.value) in (int, float)
 
 
 def _is_true(node: ast.expr | None) -> bool:

@@ -7,15 +7,16 @@ assignments, and the arguments of the script's own functions.
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tasks.spec.script_structure import parse_source
 
 #: Functions that return the path in their first argument. Further arguments are appended.
-_PATH_FUNCTIONS = ("Path", "PurePath", "str", "fspath", "join", "abspath", "realpath", "expanduser")
+_PATH_FUNCTIONS = ("Path", "PurePath", "str", "fspath", "join", "abspath", "realpath")
 #: Methods of a path that return the same path in another form.
-_SAME_PATH_METHODS = ("absolute", "resolve", "expanduser", "as_posix")
+_SAME_PATH_METHODS = ("absolute", "resolve", "as_posix")
 #: Largest number of nested expressions that are followed. Without this limit, the reader would
 #: follow `x = x / "a"` without end.
 _MAX_DEPTH = 20
@@ -136,6 +137,9 @@ class PathReader:
             scope: The expression's scope.
         """
         text = self._read_text(expression, scope, _MAX_DEPTH)
+        if "://" in text:
+            # A URL such as `s3://bucket/out` is no path.
+            text = _UNKNOWN
         parts = tuple(part for part in text.split("/") if part not in ("", "."))
         if text.startswith("/") and parts:
             # Put the slash of an absolute path before the first part. Otherwise the path would look
@@ -277,6 +281,14 @@ class PathReader:
                 return "".join(read_all(values))
             case ast.FormattedValue(value=value) | ast.BoolOp(op=ast.Or(), values=[value, *_]):
                 return read_all([value])[0]
+            case (
+                ast.Call(
+                    func=ast.Attribute(attr="expanduser") | ast.Name("expanduser"), args=[path]
+                )
+                | ast.Call(func=ast.Attribute(value=path, attr="expanduser"), args=[])
+            ):
+                # A run spec may not contain `~`, so replace it by the home directory.
+                return os.path.expanduser(read_all([path])[0])
             case ast.Call(func=ast.Attribute(value=path, attr="joinpath"), args=parts):
                 return "/".join(read_all([path, *parts]))
             case ast.Call(func=ast.Attribute(value=path, attr=name), args=[]) if (

@@ -779,6 +779,43 @@ def draft_script(tmp_path: Path, source: str, **files: str) -> tuple[RunSpec, st
     return load_draft(folder), draft_spec(folder).text
 
 
+@pytest.mark.parametrize(
+    ("path", "checkpoints"),
+    [
+        ('os.path.expanduser(f"~/ckpts/step-{step}.pt")', "HOME/ckpts"),
+        ('Path("~/ckpts").expanduser() / f"step-{step}.pt"', "HOME/ckpts"),
+        # Muster would need the credentials of the bucket, so the folder is not proposed.
+        ('f"s3://bucket/ckpts/step-{step}.pt"', SAVED),
+    ],
+)
+def test_folder_outside_the_project_is_written_as_muster_reads_it(
+    tmp_path: Path, path: str, checkpoints: str
+) -> None:
+    source = (
+        f"import os, torch\nfrom pathlib import Path\nfor step in range(9):\n    save({path})\n"
+    )
+
+    spec, _ = draft_script(tmp_path, source)
+
+    expected = checkpoints.replace("HOME", os.path.expanduser("~"))
+    assert spec.processes["trainer"].checkpoints == expected
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'import argparse\np.add_argument("--save", type=int)\n',
+        'import argparse\np.add_argument("--save", default=100)\n',
+        'import argparse\np.add_argument("--load", type=float)\n',
+        "import tyro\ndef main(save: int | None = None): pass\ntyro.cli(main)\n",
+    ],
+)
+def test_option_with_a_number_gets_no_path(tmp_path: Path, source: str) -> None:
+    spec, _ = draft_script(tmp_path, source)
+
+    assert spec.processes["trainer"].command == ("python", "train.py")
+
+
 #: Script with a dataclass of options. PARSE stands for the call that reads the command line.
 FIELD_OPTIONS = """\
 from dataclasses import dataclass, field
