@@ -25,6 +25,7 @@ import zlib
 from collections.abc import Callable, Collection, Mapping, Set
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 
@@ -104,9 +105,7 @@ def store_project(root: Path, outputs: Collection[str] = ()) -> str:
     left_out = _find_untracked_folders(root, outputs)
     _refuse_large_folder(root, limit, left_out)
     sizes: dict[str, int] = {}
-    for name in sorted(_files(root).names):
-        if _is_in_any(name, left_out):
-            continue
+    for name in sorted(_files(root, left_out).names):
         # A file may have been deleted after git listed it.
         with suppress(FileNotFoundError):
             sizes[name] = (root / name).lstat().st_size
@@ -261,11 +260,17 @@ def check_out(
                 break
         _link(_path_in(folders, name), full)
     if project.is_dir():
-        files = _files(project)
+        left_out = _find_untracked_folders(project, outputs)
+        files = _files(project, left_out)
         for name in files.linked:
-            if not os.path.lexists(place / name):
+            # Do not link files of a folder that is left out: the run would write through the link,
+            # and overwrite the checkpoint of another run. But link an ignored folder as a whole.
+            is_output = name not in left_out and _is_in_any(name, left_out)
+            if not is_output and not os.path.lexists(place / name):
                 _link(_path_in(folders, name), str(project / name))
-        for name in find_empty_folders(project, files.is_left_out):
+        for name in find_empty_folders(
+            project, lambda folder: folder in left_out or files.is_left_out(folder)
+        ):
             _make_folder(place, name)
         for name in outputs:
             if (project / name).is_dir():
@@ -542,8 +547,12 @@ class _ProjectFiles:
         return folder in self.ignored or folder == self.home or is_cache
 
 
-def _files(root: Path) -> _ProjectFiles:
+def _files(root: Path, left_out: Set[str] = frozenset()) -> _ProjectFiles:
     """List the files of a project with git.
+
+    Args:
+        root: The project folder.
+        left_out: Folders whose files are left out, relative to the project folder.
 
     Raises:
         InvalidSpec: git is missing, is too slow, or fails.
@@ -558,9 +567,14 @@ def _files(root: Path) -> _ProjectFiles:
         raise _unfit(f"git could not list the files of {root}: {error}", remedy) from None
 
     home, real = muster_home().resolve(), root.resolve()
+    # On a network file system, it takes long to resolve the folder of each file.
+    resolve = cache(Path.resolve)
     for name in tuple(names):
+        if _is_in_any(name, left_out):
+            names.discard(name)
+            continue
         path = root / name
-        is_linked = path.parent.resolve() != (real / name).parent
+        is_linked = resolve(path.parent) != (real / name).parent
         if is_linked or not os.path.lexists(path) or (real / name).is_relative_to(home):
             # Leave out a file that was deleted, is in Muster's home directory, or is behind a
             # symbolic link to a folder. git does not follow such links.

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -128,6 +129,30 @@ def test_checkpoints_in_the_folder_that_the_spec_names_are_not_copied(
         "out2",
         "train.py",
     ]
+
+
+@pytest.mark.parametrize("pattern", ["*.pt", "out/*", "out/"])
+@pytest.mark.parametrize("is_repository", [True, False])
+def test_copy_has_no_links_to_ignored_checkpoints_in_the_folder_that_the_spec_names(
+    tmp_path: Path, pattern: str, is_repository: bool
+) -> None:
+    root = tmp_path / "project"
+    root.mkdir()
+    if is_repository:
+        git(root, "init", "-q")
+    (root / ".gitignore").write_text(f"{pattern}\ndata\n")
+    write(root, train_py="a", out__step_1="weights", data__x="b")
+    (root / "out" / "step_1").rename(root / "out" / "step_1.pt")
+    copy = tmp_path / "copy"
+
+    check_out(read_code(store_project(root, ["out"])), copy, outputs=["out"])
+
+    assert (copy / "data").is_symlink()
+    if pattern == "out/":
+        # git ignores the folder itself. The runs share the folder, as documented.
+        assert (copy / "out").is_symlink()
+    else:
+        assert not (copy / "out").is_symlink() and [*(copy / "out").iterdir()] == []
 
 
 def test_folder_of_checkpoints_with_files_in_git_is_copied(tmp_path: Path) -> None:
@@ -469,8 +494,8 @@ def test_files_deleted_during_the_copy_are_left_out(
 ) -> None:
     list_files = code_store._files
 
-    def list_deleted_file(root: Path) -> code_store._ProjectFiles:
-        files = list_files(root)
+    def list_deleted_file(root: Path, left_out: Set[str]) -> code_store._ProjectFiles:
+        files = list_files(root, left_out)
         return replace(files, names=files.names | {"was/here.tmp"})
 
     monkeypatch.setattr(code_store, "_files", list_deleted_file)
@@ -510,7 +535,7 @@ def test_huge_folder_is_rejected_before_all_of_it_is_read(
         (root / "a" / "b" / str(number)).touch()
     if has_repository:
         git(root, "init", "-q")
-    monkeypatch.setattr(code_store, "_files", lambda root: pytest.fail("git has read the folder"))
+    monkeypatch.setattr(code_store, "_files", lambda *_: pytest.fail("git has read the folder"))
 
     with pytest.raises(InvalidSpec) as error_info:
         store_project(root)
