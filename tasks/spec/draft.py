@@ -180,6 +180,11 @@ def draft_spec(
     Raises:
         InvalidSpec: The directory contains no training that Muster can start.
     """
+    if not _is_utf8(str(make_absolute(directory / (file or "")))):
+        fault = Fault(
+            path="", problem="the path is no valid UTF-8", remedy="rename the file or folder"
+        )
+        raise InvalidSpec((fault,), ascii(str(directory / (file or ""))))
     templates = parse_yaml(_TEMPLATES.read_text(encoding="utf-8"), _TEMPLATES.name)
     assert isinstance(templates, dict)
     files = [file] if file is not None else [*_find_candidate_files(directory)]
@@ -221,8 +226,18 @@ def _find_candidate_files(directory: Path) -> Iterator[Path]:
     for pattern in ("*", "*/*", "*/*/*"):
         for path in directory.glob(pattern):
             file = path.relative_to(directory)
-            if path.is_file() and not _IGNORED.search(str(file)):
+            # A run spec cannot contain a file name that is no valid UTF-8.
+            if _is_utf8(str(file)) and path.is_file() and not _IGNORED.search(str(file)):
                 yield file
+
+
+def _is_utf8(path: str) -> bool:
+    """Return True if a path is valid UTF-8. Other paths contain surrogate characters."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _read_beginning(path: Path) -> str:

@@ -278,6 +278,22 @@ def load_draft(folder: Path, **options: Any) -> RunSpec:
     return load_spec(folder / "muster.yaml")
 
 
+def test_file_name_that_is_no_utf8_is_ignored_or_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    app = App(name="muster")
+    app.command(init)
+    name = os.fsdecode(b"caf\xe9.py")
+    folder = project(tmp_path, {"train.py": SCRIPT_WITH_OPTIONS})
+    (folder / name).write_text(SCRIPT_WITH_OPTIONS)
+
+    assert run(app, ["init", str(folder)]) == 0
+    assert load_spec(folder / "muster.yaml").processes["trainer"].command[1] == "train.py"
+
+    assert run(app, ["init", str(folder / name), "--force"]) == 2
+    assert "the path is no valid UTF-8" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "script",
     [
