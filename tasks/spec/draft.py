@@ -33,6 +33,7 @@ from tasks.spec.script_metrics import (
     adds_one_to,
     find_json_keys,
     find_written_metrics,
+    may_skip_steps,
 )
 from tasks.spec.script_options import Purpose, ScriptOption, read_options, read_variables
 from tasks.spec.script_paths import PathReader
@@ -656,6 +657,8 @@ class _SpecWriter:
                 # The key `success` makes a run fail if Muster does not find the last training step
                 # in the metrics. This script may not write the step, so write the key as a comment.
                 text = self._templates["unproven_step"] + text.replace("success:", "# success:")
+            elif part.startswith("success") and self._may_skip_steps:
+                text = self._templates["skipped_steps"] + text.replace("success:", "# success:")
             elif part.startswith("success") and may_end_early(self._script.content):
                 text = self._templates["early_end"] + text.replace("success:", "# success:")
             elif part == "steps":
@@ -882,6 +885,13 @@ class _SpecWriter:
             texts = (self._script.content, *self._script.imported)
             keys = {key for text in texts for key in _STEP_KEY.findall(text)}
         return next(iter(keys)) if len(keys) == 1 else None
+
+    @property
+    def _may_skip_steps(self) -> bool:
+        """True if the script may write only some of its steps into the metrics."""
+        key = self._find_step_key()
+        sources = (self._script.content, *self._script.imported)
+        return key is not None and may_skip_steps(key, sources)
 
     def _find_total(self) -> int | None:
         """Return the number of training steps according to the script, or None if unknown."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
+from itertools import chain
 
-from tasks.spec.script_paths import PathReader
-from tasks.spec.script_structure import adds_one
+from tasks.spec.script_paths import PathReader, get_called_name
+from tasks.spec.script_structure import adds_one, parse_source
 
 #: Matches the name of a file with metrics.
 _METRICS_NAME = re.compile(r"(?:metrics?|stats|history|progress|(?:train(?:ing)?_)?logs?)\.jsonl")
@@ -65,12 +66,64 @@ def adds_one_to(key: str, reader: PathReader) -> bool:
     return bool(values) and all(adds_one(value) for value in values)
 
 
+def may_skip_steps(key: str, sources: Iterable[str]) -> bool:
+    """Return True if a Python script may write a JSON key for only some of its steps.
+
+    Example: the script writes `{"step": step}` after `if step % 10 == 0:`. The last written step is
+    then often an earlier step than the last one of the training.
+
+    Args:
+        key: Key of the objects that the script writes as JSON, such as `step`.
+        sources: Source texts of the script, and of the project's modules that the script imports. A
+            text that is not valid Python is ignored.
+    """
+    trees = [tree for tree in map(parse_source, sources) if tree is not None]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    # Functions that write the key, and functions that call such a function.
+    writers: set[str] = set()
+    while True:
+        found = {node.name for node in functions if _writes(node.body, key, writers)}
+        if found <= writers:
+            break
+        writers |= found
+    return any(
+        isinstance(node, ast.If) and _has_modulo(node.test) and _writes(node.body, key, writers)
+        for node in nodes
+    )
+
+
+def _writes(statements: Iterable[ast.stmt], key: str, writers: Set[str]) -> bool:
+    """Return True if statements write a JSON key, or call one of the functions that write it."""
+    nodes = chain.from_iterable(map(ast.walk, statements))
+    return any(
+        isinstance(node, ast.Call)
+        and (
+            get_called_name(node) in writers
+            or any(found_key == key for found_key, _ in _list_written_items(node))
+        )
+        for node in nodes
+    )
+
+
+def _has_modulo(test: ast.expr) -> bool:
+    """Return True for a condition such as `step % 10 == 0`."""
+    return any(
+        isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) for node in ast.walk(test)
+    )
+
+
 def _list_json_items(reader: PathReader) -> Iterator[tuple[str, ast.expr]]:
     """Yield each key, with its value, of the objects that a Python script writes as JSON."""
     for expression, _ in reader.expressions:
-        match expression:
-            case ast.Call(func=ast.Attribute(attr="dumps" | "dump"), args=[content, *_]):
-                yield from _list_items(content)
+        yield from _list_written_items(expression)
+
+
+def _list_written_items(expression: ast.expr) -> Iterator[tuple[str, ast.expr]]:
+    """Yield each key, with its value, of the object that a call such as `json.dumps` writes."""
+    match expression:
+        case ast.Call(func=ast.Attribute(attr="dumps" | "dump"), args=[content, *_]):
+            yield from _list_items(content)
 
 
 def _list_items(content: ast.expr) -> Iterator[tuple[str, ast.expr]]:

@@ -430,6 +430,31 @@ def test_success_is_the_last_step_that_the_script_writes(
     assert spec.success is not None and spec.success.step == last_step
 
 
+@pytest.mark.parametrize(
+    ("statements", "is_certain"),
+    [
+        ("write(json.dumps({'step': step}))", True),
+        ("if step % 10 == 0: print(step)\n    write(json.dumps({'step': step}))", True),
+        ("if step % 10 == 0: write(json.dumps({'step': step}))", False),
+        ("if step and step % 10 == 0: log(step)", False),
+    ],
+)
+def test_success_is_a_comment_if_the_script_writes_only_some_steps(
+    tmp_path: Path, statements: str, is_certain: bool
+) -> None:
+    source = (
+        "import argparse, json\np.add_argument('--metrics')\n"
+        "def store(values):\n    write(json.dumps(values))\n"
+        "def log(step):\n    write(json.dumps(dict(step=step)))\n"
+        f"for step in range(60):\n    loss.backward()\n    {statements}\n"
+    )
+
+    spec = load_draft(project(tmp_path, {"train.py": source}))
+
+    assert spec.progress is not None and spec.progress.total == 60
+    assert (spec.success is not None) is is_certain
+
+
 def test_script_that_writes_no_metrics_completes_without_success(tmp_path: Path) -> None:
     source = "parser.add_argument('--steps', type=int, default=40)\nfor step in range(40): pass\n"
     folder = project(tmp_path, {"train.py": source})
