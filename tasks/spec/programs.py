@@ -272,24 +272,65 @@ def find_missing_programs(spec: RunSpec, *, root: Path, path: str) -> tuple[Faul
     return tuple(faults)
 
 
-def find_python_script(component: Component | Rollout, root: Path, cwd: str) -> Path | None:
-    """Return the path, on this machine, of the Python script that a component runs.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PythonScript:
+    """A Python script that a component runs."""
+
+    #: File of the script.
+    file: Path
+    #: Folder in which Python first searches for the modules that the script imports: the folder of
+    #: the script, or the working directory for a module that `python -m` runs.
+    first_search_folder: Path
+
+
+def find_python_script(
+    component: Component | Rollout, spec: RunSpec, root: Path
+) -> PythonScript | None:
+    """Return the Python script, on this machine, that a component runs.
+
+    A module that `python -m` runs is searched in the working directory, and in the folders of the
+    variable PYTHONPATH in the spec.
 
     Args:
         component: The component.
+        spec: The spec of the run.
         root: Root of the project.
-        cwd: Value of the spec key `cwd` of the run.
 
     Returns:
-        None if the component runs another program or a module, or if the script does not exist.
+        None if the component runs another program, or if the script or module was not found.
     """
     command = _get_local_command(component)
-    directory = _find_directory(component.cwd or cwd, root)
+    directory = _find_directory(component.cwd or spec.cwd, root)
     target = _find_target(command) if command and directory is not None else None
-    if target is None or directory is None or not target.is_python or target.is_module:
+    if target is None or directory is None or not target.is_python:
         return None
-    script = directory / (command[target.index] or "")
-    return script if script.is_file() else None
+    written = command[target.index] or ""
+    if target.is_module:
+        literals = select_literals({**spec.env, **component.env})
+        entries = literals.get("PYTHONPATH", "").split(os.pathsep)
+        file = _find_module_file(written, [directory, *(directory / entry for entry in entries)])
+        return PythonScript(file=file, first_search_folder=directory) if file else None
+    file = directory / written
+    # If the script is a symbolic link, Python searches the folder of the target.
+    folder = file.resolve().parent
+    return PythonScript(file=file, first_search_folder=folder) if file.is_file() else None
+
+
+def _find_module_file(module: str, folders: Sequence[Path]) -> Path | None:
+    """Return the file that `python -m` executes for a module, or None if there is no such file.
+
+    Args:
+        module: Full name of the module, such as `lib.train`.
+        folders: Folders in which the package of the module is searched.
+    """
+    if not _MODULE_NAME.fullmatch(module):
+        return None
+    for folder in folders:
+        path = folder.joinpath(*module.split("."))
+        for file in (path / "__main__.py", path.with_name(f"{path.name}.py")):
+            if file.is_file():
+                return file
+    return None
 
 
 def _find_path(env: Env, default: str) -> str | None:

@@ -52,7 +52,7 @@ def describe_missing_modules(spec: RunSpec, root: Path) -> Iterator[str]:
         root: Root folder of the project.
     """
     for name, component in spec.processes.items():
-        script = find_python_script(component, root, spec.cwd)
+        script = find_python_script(component, spec, root)
         if script is None:
             continue
         env = {**spec.env, **component.env}
@@ -62,8 +62,8 @@ def describe_missing_modules(spec: RunSpec, root: Path) -> Iterator[str]:
             # Another message says that the program does not exist.
             continue
         python = find_command_interpreter(name, component.command, env, cwd, root)
-        names = sorted(_list_imports(script) - sys.stdlib_module_names)
-        missing = _find_missing(names, Path(python.path), script, cwd, env)
+        names = sorted(_list_imports(script.file) - sys.stdlib_module_names)
+        missing = _find_missing(names, Path(python.path), script.first_search_folder, cwd, env)
         if missing:
             noun = "module" if len(missing) == 1 else "modules"
             advice = f"Install the {noun} in this environment, or use another environment"
@@ -75,7 +75,7 @@ def describe_missing_modules(spec: RunSpec, root: Path) -> Iterator[str]:
                     "call Muster"
                 )
             yield (
-                f"{script.name} imports the {noun} {join_words(missing)}, but the Python "
+                f"{script.file.name} imports the {noun} {join_words(missing)}, but the Python "
                 f"environment of {name} does not have the {noun}. The environment is that of "
                 f"{python}. {advice}"
             )
@@ -110,13 +110,13 @@ def _is_import_or_docstring(statement: ast.stmt) -> bool:
     return False
 
 
-def _find_missing(names: list[str], python: Path, script: Path, cwd: Path, env: Env) -> list[str]:
+def _find_missing(names: list[str], python: Path, folder: Path, cwd: Path, env: Env) -> list[str]:
     """Return those modules that a Python interpreter does not find.
 
     Args:
         names: Names of the modules.
         python: Path of the interpreter.
-        script: The script that imports the modules. Python also searches the folder of the script.
+        folder: Folder in which Python searches first.
         cwd: Working directory of the script.
         env: Environment variables of the component in the spec.
 
@@ -130,8 +130,7 @@ def _find_missing(names: list[str], python: Path, script: Path, cwd: Path, env: 
         # The folders are not known yet.
         return []
     variables = {**os.environ, **literals}
-    # If the script is a symbolic link, Python searches the folder of the target.
-    folders = [str(script.resolve().parent), variables.get("PYTHONPATH", "")]
+    folders = [str(folder.resolve()), variables.get("PYTHONPATH", "")]
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     try:
         answer = subprocess.run(

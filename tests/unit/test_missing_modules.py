@@ -72,6 +72,29 @@ def test_modules_that_exist_or_are_optional_cause_no_warning(tmp_path: Path, sou
     assert list_warnings(tmp_path, source) == []
 
 
+@pytest.mark.parametrize(
+    ("file", "module", "path"),
+    [
+        ("lib/pretrain.py", "lib.pretrain", ""),
+        ("lib/pretrain/__main__.py", "lib.pretrain", ""),
+        ("src/lib/pretrain.py", "lib.pretrain", "src"),
+        ("pretrain.py", "pretrain", ""),
+    ],
+)
+def test_module_that_python_runs_by_its_name_is_checked(
+    tmp_path: Path, file: str, module: str, path: str
+) -> None:
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text("import no_such_torch, own\n")
+    (tmp_path / "own.py").touch()
+    command = [sys.executable, "-m", module, "--steps", "3"]
+
+    [warning] = list_warnings(tmp_path, "", *command, env={"PYTHONPATH": path})
+
+    name = file.rpartition("/")[2]
+    assert warning.startswith(f"{name} imports the module no_such_torch, but the Python")
+
+
 def test_module_in_pythonpath_of_the_spec_causes_no_warning(tmp_path: Path) -> None:
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "own_package.py").touch()
