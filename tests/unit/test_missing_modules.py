@@ -142,7 +142,7 @@ def test_modules_next_to_the_target_of_a_linked_script_cause_no_warning(tmp_path
 @pytest.mark.parametrize(
     "command",
     [
-        (sys.executable, "-m", "train"),
+        (sys.executable, "-m", "other"),
         ("sh", "train.py"),
         (sys.executable, "other.py"),
         ("/no/such/python", "train.py"),
