@@ -66,15 +66,13 @@ class ComponentRecord(Recorded):
     pid: int | None = None
     started_at: float = 0.0
     ready_at: float | None = None
+    #: Seconds from the start of the program until the component was ready. The time in which a Ray
+    #: job waits for its start does not count. None if the component was never ready.
+    ready_after_s: float | None = None
     ended_at: float | None = None
     exit_code: int | None = None
     #: Name of the signal that ended the component, such as `SIGSEGV`.
     signal: str | None = None
-
-    @property
-    def ready_after_s(self) -> float | None:
-        """Seconds from the start until the component was ready, or None if it was never ready."""
-        return self.ready_at - self.started_at if self.ready_at else None
 
 
 class JobRecord(Recorded):
@@ -293,7 +291,9 @@ class AttemptRecord(Recorded):
             case "component.spawned" if not (event.is_adopted and name in components):
                 components[name] = ComponentRecord(pid=event.pid, started_at=event.at)
             case "component.ready":
-                components[name] = components[name].with_changes(ready_at=event.at)
+                components[name] = components[name].with_changes(
+                    ready_at=event.at, ready_after_s=event.after_s
+                )
             case "component.exited":
                 components[name] = components[name].with_changes(
                     ended_at=event.at, exit_code=event.exit_code, signal=event.signal

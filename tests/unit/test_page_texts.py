@@ -60,6 +60,7 @@ def component(
         "pid": 8,
         "started_at": started,
         "ready_at": ready,
+        "ready_after_s": ready - started if ready is not None else None,
         "ended_at": ended,
         "exit_code": None,
         "signal": None,

@@ -150,7 +150,7 @@ def test_component_events_update_the_record(path: Path) -> None:
     record.begin_attempt(1)
 
     record.observe(event("component.spawned", "api", at=1.5, pid=812))
-    record.observe(event("component.ready", "api", at=2.5, pid=812))
+    record.observe(event("component.ready", "api", at=2.5, pid=812, after_s=0.9))
     record.observe(
         event("component.exited", "api", at=3.5, pid=812, exit_code=None, signal="SIGSEGV")
     )
@@ -160,6 +160,7 @@ def test_component_events_update_the_record(path: Path) -> None:
             "pid": 812,
             "started_at": 1.5,
             "ready_at": 2.5,
+            "ready_after_s": 0.9,
             "ended_at": 3.5,
             "exit_code": None,
             "signal": "SIGSEGV",
