@@ -20,6 +20,7 @@ from tasks.queue.fork_server import TEMPLATE, serve
 from tasks.server.concurrency_lease import exit_if_lease_was_lost, keep_runs_without_lease
 from tasks.server.flow_parameters import fail_on_wrong_names
 from tasks.server.flow_process import (
+    hide_errors_of_ended_runs,
     read_flow_run_id,
     retry_while_server_starts,
     share_ssl_contexts,
@@ -32,6 +33,7 @@ if __name__ == "__main__":
         raise SystemExit(caller.send_exit_code(command.do(caller.order["words"])))
     retry_while_server_starts()
     expect_one_run()
+    hide_errors_of_ended_runs()
     # Hide a harmless warning: `run_module` below would warn that `prefect.engine` is already
     # imported.
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")

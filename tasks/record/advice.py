@@ -42,20 +42,22 @@ def advise_by_log(failure: Failure) -> str:
     """Return advice about a failure whose `hint` is empty.
 
     Returns:
-        In most cases, the general advice for the kind of the failure. If this general advice is to
-        read the log, two cases have other advice: the message already repeats the error from the
-        log, or the log has no error message.
+        In most cases, the general advice for the kind of the failure. Two cases have other advice:
+        the message already repeats the error from the log, or the log has no error message.
     """
     general_advice = failure.kind.properties.remedy
-    if failure.kind not in _KINDS_THAT_POINT_TO_THE_LOG or not failure.component:
+    if not failure.component:
         return general_advice
-
-    if failure.line and failure.line in failure.message:
-        if _TRACEBACK in failure.log_tail:
-            return (
-                "The message names the error, and the traceback in the log shows the code that "
-                "raised the error. Correct this code or its input, then start the run again."
-            )
+    is_named = bool(failure.line) and failure.line in failure.message
+    is_of_program = failure.kind in _KINDS_THAT_POINT_TO_THE_LOG | {FailureKind.USER_ERROR}
+    if is_named and is_of_program and _TRACEBACK in failure.log_tail:
+        return (
+            "The message names the error, and the traceback in the log shows the code that raised "
+            "the error. Correct this code or its input, then start the run again."
+        )
+    if failure.kind not in _KINDS_THAT_POINT_TO_THE_LOG:
+        return general_advice
+    if is_named:
         return "Correct the error that the message names, then start the run again."
     if failure.exit_code and not failure.line:
         return advise_unexplained_exit(failure.component, failure.exit_code)

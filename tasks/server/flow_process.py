@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import logging
 import os
 import re
 import ssl
@@ -25,6 +26,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.responses import SetStateStatus
 from prefect.context import FlowRunContext
+from prefect.exceptions import CancelledRun, CrashedRun, FailedRun
 from prefect.settings import PREFECT_API_SSL_CERT_FILE
 from pydantic import BaseModel
 
@@ -101,6 +103,21 @@ def share_ssl_contexts() -> None:
     for name in ("prefect.client.orchestration", "prefect._internal.version_checking"):
         vars(sys.modules[name])["ssl"] = shared
     create(cafile=PREFECT_API_SSL_CERT_FILE.value() or certifi.where())
+
+
+def hide_errors_of_ended_runs() -> None:
+    """Do not log an error of Prefect's engine if a flow has returned a failed or cancelled state.
+
+    Prefect's engine logs such a state as an unexpected exception, with a traceback of its own code.
+    The flow has already logged how its run ended.
+    """
+
+    def is_unexpected(record: logging.LogRecord) -> bool:
+        exception = record.exc_info[1] if record.exc_info else None
+        return not isinstance(exception, FailedRun | CancelledRun | CrashedRun)
+
+    for name in ("prefect.flow_runs", "prefect.engine"):
+        logging.getLogger(name).addFilter(is_unexpected)
 
 
 def enter_project(file: Path) -> None:

@@ -552,6 +552,8 @@ def _to_fault(error: ErrorDetails) -> Fault:
             remedy = suggest_number(value, is_whole=kind == "int_type")
         elif kind == "string_type" and isinstance(value, bool):
             remedy = explain_boolean(value)
+        elif kind == "string_pattern_mismatch":
+            remedy = _suggest_matching_name(str(value), context["pattern"])
         problem = f"must be {expectation.format(**context)}, found {describe_value(value)}"
 
     if is_key:
@@ -594,6 +596,20 @@ def suggest_number(value: object, *, is_whole: bool, has_quotes: bool = True) ->
     mantissa = exponent["mantissa"] if "." in exponent["mantissa"] else f"{exponent['mantissa']}.0"
     sign = exponent["sign"] or "+"
     return advice if is_whole else f"{advice} or {mantissa}e{sign}{exponent['digits']}"
+
+
+def _suggest_matching_name(name: str, pattern: str) -> str:
+    """Return advice that suggests a name like a wrong name, for example `g-hang` for `G_hang`.
+
+    Args:
+        name: The wrong name.
+        pattern: Regular expression that the name must match.
+
+    Returns:
+        The advice. An empty string if no such name matches the pattern.
+    """
+    suggestion = re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
+    return f"write `{suggestion}`, for example" if re.search(pattern, suggestion) else ""
 
 
 def explain_boolean(value: bool) -> str:

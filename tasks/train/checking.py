@@ -25,6 +25,7 @@ from tasks.server.flow_runs import connect_to_server
 from tasks.server.server import hide_prefect_logs, read_secrets
 from tasks.show.arguments import EXIT_DONE, EXIT_INVALID, AsJson, Overrides, SpecFile
 from tasks.spec.errors import MusterError
+from tasks.spec.formatting import format_count
 from tasks.spec.loading import find_project_root, load_spec
 from tasks.spec.pipeline import is_pipeline_file, load_pipeline
 from tasks.spec.programs import Interpreter, add_active_environment
@@ -195,8 +196,11 @@ def _check_this_machine(gang: Gang) -> Fit:
         return Fit(cluster=cluster, fits=None, reason=str(error))
     if gang.nodes == 1 and gang.gpus_per_node <= count:
         return Fit(cluster=cluster, fits=True)
-    demand = _make_demand(gang).describe()
-    reason = f"the run needs {demand}, but this machine has {count} GPUs"
+    # `muster train` does not check the number of CPUs, so the message does not name CPUs.
+    nodes = format_count(gang.nodes, "node")
+    gpus = format_count(gang.gpus_per_node, "GPU")
+    available = format_count(count, "GPU")
+    reason = f"the run needs {nodes} with {gpus}, but this machine has {available}"
     return Fit(cluster=cluster, fits=False, reason=reason)
 
 

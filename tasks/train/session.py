@@ -752,7 +752,7 @@ class RunSession:
         if lack and not warning:
             warning = (
                 f"{lack}. If the training saves checkpoints in another folder, name this folder in "
-                "the key `checkpoints` of the spec"
+                "the key `checkpoints` of the spec. If it saves no checkpoints, remove this key"
             )
         if warning:
             self.emit("run.warning", message=warning)

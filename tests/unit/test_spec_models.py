@@ -339,7 +339,12 @@ def test_valid_values_are_accepted(path: str, value: object) -> None:
     [
         # invalid names of runs and workloads
         ("name", "", "must be text that matches the pattern ", ""),
-        ("name", "Quick", "must be text that matches the pattern ^[a-z][a-z0-9-]{0,31}$", ""),
+        (
+            "name",
+            "Quick",
+            "must be text that matches the pattern ^[a-z][a-z0-9-]{0,31}$",
+            "write `quick`, for example",
+        ),
         ("name", "1st", "must be text that matches the pattern ^[a-z]", ""),
         ("name", "a" * 33, "must be text that matches the pattern ^[a-z]", ""),
         # an underscore is not allowed, because the name becomes a part of the run id
@@ -347,7 +352,7 @@ def test_valid_values_are_accepted(path: str, value: object) -> None:
             "name",
             "a_b",
             "must be text that matches the pattern ^[a-z]",
-            "",
+            "write `a-b`, for example",
         ),
         # a name must not end with a newline. The pattern must not use `$`, which also matches
         # before a newline at the end
