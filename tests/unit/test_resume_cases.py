@@ -369,8 +369,8 @@ def test_completed_run_without_any_checkpoint_has_a_warning(
     folder = muster_home / "runs" / RUN_ID / "elsewhere"
     text = (
         f"no checkpoint was found in {folder}, which does not exist. If the training saves "
-        "checkpoints in another folder, name this folder in the key `checkpoints` of the spec. If it "
-        "saves no checkpoints, remove this key"
+        "checkpoints in another folder, name this folder in the key `checkpoints` of the spec. If "
+        "it saves no checkpoints, remove this key"
     )
     [attempt] = record.attempts
     assert record.state is RunState.COMPLETED
