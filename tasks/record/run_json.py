@@ -62,12 +62,15 @@ _OPEN = (RunState.ADMITTED, RunState.STARTING, RunState.RUNNING)
 class ComponentRecord(Recorded):
     """Start, readiness and end of a component in an attempt. Times are UTC epoch seconds."""
 
+    if_any = ("ready_after_s",)
+
     #: Process id on this machine, or None for a Ray job.
     pid: int | None = None
     started_at: float = 0.0
     ready_at: float | None = None
     #: Seconds from the start of the program until the component was ready. The time in which a Ray
-    #: job waits for its start does not count. None if the component was never ready.
+    #: job waits for its start does not count. None if the component was never ready, or in a record
+    #: of an earlier version.
     ready_after_s: float | None = None
     ended_at: float | None = None
     exit_code: int | None = None

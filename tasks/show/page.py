@@ -115,8 +115,11 @@ def _component_cells(view: RunView, attempt: AttemptRecord, name: str) -> Iterat
 
     if component is None or not component.started_at:
         yield ""
-    elif component.ready_after_s is not None:
-        yield format_duration(component.ready_after_s)
+    elif component.ready_at is not None:
+        after_s = component.ready_after_s
+        yield format_duration(
+            component.ready_at - component.started_at if after_s is None else after_s
+        )
     elif component.ended_at or attempt.ended_at:
         yield "never"
     else:

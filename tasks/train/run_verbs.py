@@ -240,6 +240,10 @@ def why(run: RunName = "latest", /, *, pool: Pool = "gang", json: AsJson = False
         print(dumps(content, indent=2))
         return EXIT_DONE
 
+    # After a kill of the flow process, the Prefect server shows the state Running for a while. So
+    # print first that the process was killed.
+    if sentence := describe_lost_process(found_run):
+        print(sentence)
     exit_code = EXIT_DONE
     if failure is None or found_run.state in WAITING_STATES:
         has_begun = record is not None and found_run.state not in WAITING_STATES
@@ -275,8 +279,6 @@ def why(run: RunName = "latest", /, *, pool: Pool = "gang", json: AsJson = False
     if attempt is not None and found_run.state not in WAITING_STATES:
         for sentence in describe_unanswered(attempt, time.time()):
             print(sentence)
-    if sentence := describe_lost_process(found_run):
-        print(sentence)
     if time_use is not None:
         for sentence in time_use.sentences():
             print(sentence)

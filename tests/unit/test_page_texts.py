@@ -60,7 +60,6 @@ def component(
         "pid": 8,
         "started_at": started,
         "ready_at": ready,
-        "ready_after_s": ready - started if ready is not None else None,
         "ended_at": ended,
         "exit_code": None,
         "signal": None,
@@ -232,6 +231,16 @@ def test_running_components_are_shown_with_pid_and_ports() -> None:
         trainer
     )
     assert shown.headline == "api ready\n\ntrainer starting"
+
+
+def test_component_shows_the_recorded_time_until_it_was_ready() -> None:
+    # A Ray job waited 59 s for its start, and was ready 1 s after its start.
+    job = component(100.0, 160.0, ready_after_s=1.0)
+
+    shown = show_components(view(attempt(components={"api": job})))
+
+    [api] = [line for line in str(shown.data).splitlines() if line.startswith("| api ")]
+    assert "| 1.0 s |" in api
 
 
 def test_last_status_of_a_component_is_shown() -> None:
