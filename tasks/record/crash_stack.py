@@ -32,9 +32,10 @@ _FRAME = re.compile(r'^  File "(?P<path>.+)", line (?P<line>\d+) in (?P<function
 #: Largest number of characters after a fatal error that are searched. faulthandler writes at most
 #: 100 calls for each thread.
 _MAX_CHARACTERS = 100_000
-#: If the path of a source file contains one of these texts, the file is library code and not the
-#: program's own code.
-_NOT_OWN = ("/lib/python", "-packages/", "<frozen", ".pyx")
+#: If this expression matches a part of the path of a source file, the file is library code and not
+#: the program's own code. The standard library is in a folder such as `/usr/lib/python3.11`, or in
+#: a file such as `python311.zip`.
+_NOT_OWN = re.compile(r"/lib(?:64)?/python\d+(?:\.\d+\w*|\w*\.zip)/|-packages/|<frozen|\.pyx")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ class Frame:
 
 def is_own_code(path: str) -> bool:
     """Return True if a source file is the program's own code and not that of a library."""
-    return not any(part in path for part in _NOT_OWN)
+    return _NOT_OWN.search(path) is None
 
 
 def read_frame(line: str) -> Frame | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tasks.processes.attempt import make_failure
-from tasks.record.crash_stack import find_crash_place
+from tasks.record.crash_stack import find_crash_place, is_own_code
 from tasks.record.outcome import Exit, Failure
 
 FOLDER = Path("/runs/x/code")
@@ -62,6 +62,26 @@ def test_innermost_line_of_the_users_code_is_found(text: str, place: str) -> Non
 
     assert found.startswith(place)
     assert bool(found) is bool(place)
+
+
+@pytest.mark.parametrize(
+    ("path", "is_own"),
+    [
+        ("/runs/x/code/train.py", True),
+        ("/home/user/lib/python/train.py", True),
+        ("/home/user/lib/python-train/train.py", True),
+        ("/home/user/lib/python3/train.py", True),
+        ("/usr/lib/python3.11/threading.py", False),
+        ("/usr/lib64/python3.9/threading.py", False),
+        ("/opt/conda/lib/python3.13t/threading.py", False),
+        ("/usr/lib/python311.zip/threading.py", False),
+        ("/usr/lib/python3/dist-packages/yaml/loader.py", False),
+        ("/home/user/.venv/lib/python3.11/site-packages/torch/nn/functional.py", False),
+        ("<frozen runpy>", False),
+    ],
+)
+def test_library_folders_of_python_contain_no_code_of_the_user(path: str, is_own: bool) -> None:
+    assert is_own_code(path) is is_own
 
 
 @pytest.mark.parametrize("signal", ["SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL"])
