@@ -57,7 +57,8 @@ def read_frame(line: str) -> Frame | None:
 
     Returns:
         None if the line does not belong to a call stack of faulthandler."""
-    match = _FRAME.match(line)
+    # A terminal ends each line with a carriage return and a line feed.
+    match = _FRAME.match(line.rstrip("\r"))
     if match is None:
         return None
     return Frame(path=match["path"], line=int(match["line"]), function=match["function"])
@@ -80,7 +81,7 @@ def find_crash_place(text: str, signal: str, folder: Path | None = None) -> str:
     if signal not in _ERRORS:
         return ""
     error = re.compile(
-        rf"^(?P<prefix>[^\n]{{0,80}}?)Fatal Python error: {_ERRORS[signal]}[ \t]*$", re.MULTILINE
+        rf"^(?P<prefix>[^\n]{{0,80}}?)Fatal Python error: {_ERRORS[signal]}[ \t\r]*$", re.MULTILINE
     )
     places = set()
     for match in error.finditer(text):

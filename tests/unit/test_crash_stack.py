@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tasks.processes.attempt import make_failure
-from tasks.record.crash_stack import find_crash_place, is_own_code
+from tasks.record.crash_stack import Frame, find_crash_place, is_own_code, read_frame
 from tasks.record.outcome import Exit, Failure
 
 FOLDER = Path("/runs/x/code")
@@ -39,6 +39,9 @@ def add_prefix(text: str, prefix: str) -> str:
         (FATAL + CURRENT.replace(" (most", " [python] (most") + OWN, "maybe (mytrain/faults.py:9)"),
         (add_prefix(STACK, "[default1]:"), "maybe (mytrain/faults.py:9)"),
         (add_prefix(STACK, "(pid=12, ip=10.0.0.1) ") + OTHER, "maybe (mytrain/faults.py:9)"),
+        # a terminal has changed the ends of the lines
+        ((STACK + END).replace("\n", "\r\n"), "maybe (mytrain/faults.py:9)"),
+        (add_prefix(STACK, "[rank0]: ").replace("\n", "\r\n"), "maybe (mytrain/faults.py:9)"),
         # two processes crashed at the same place
         (STACK + END + STACK, "maybe (mytrain/faults.py:9)"),
         # two processes crashed at different places
@@ -62,6 +65,12 @@ def test_innermost_line_of_the_users_code_is_found(text: str, place: str) -> Non
 
     assert found.startswith(place)
     assert bool(found) is bool(place)
+
+
+def test_carriage_return_is_no_part_of_the_name_of_a_function() -> None:
+    frame = read_frame(OWN.replace("\n", "\r"))
+
+    assert frame == Frame(path="/runs/x/code/mytrain/faults.py", line=9, function="maybe")
 
 
 @pytest.mark.parametrize(
