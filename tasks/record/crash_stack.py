@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,12 +26,18 @@ _CRASHED_THREAD = re.compile(
     r"(?:Current thread 0x[0-9a-f]+[^\n]*|Stack) \(most recent call first\):"
 )
 #: Matches the lines that follow the call stack of the thread that crashed.
-_END_OF_STACK = re.compile(r"\s*$|Thread 0x|Current thread|Extension modules:|Fatal Python error")
+_END_OF_STACK = re.compile(r"$|Thread 0x|Current thread|Extension modules:|Fatal Python error")
 #: Matches a line of a call stack that faulthandler has written.
 _FRAME = re.compile(r'^  File "(?P<path>.+)", line (?P<line>\d+) in (?P<function>.+)$')
-#: Largest number of characters after a fatal error that are searched. faulthandler writes at most
-#: 100 calls for each thread.
-_MAX_CHARACTERS = 100_000
+#: Matches a line of the log. The content is empty if faulthandler has not written the line. A
+#: launcher may have added the prefix.
+_LINE = re.compile(
+    r"(?P<prefix>.{0,80}?)"
+    r'(?P<content>(?:  File "|Current thread|Thread 0x|Stack \(|Extension modules:|Fatal Python).*'
+    r"|)"
+)
+#: Matches the end of a line. A terminal adds carriage returns.
+_LINE_END = re.compile(r"\r+\n?|\n")
 #: If this expression matches a part of the path of a source file, the file is library code and not
 #: the program's own code. The standard library is in a folder such as `/usr/lib/python3.11`, or in
 #: a file such as `python311.zip`.
@@ -80,38 +86,46 @@ def find_crash_place(text: str, signal: str, folder: Path | None = None) -> str:
     """
     if signal not in _ERRORS:
         return ""
-    error = re.compile(
-        rf"^(?P<prefix>[^\n]{{0,80}}?)Fatal Python error: {_ERRORS[signal]}[ \t\r]*$", re.MULTILINE
-    )
     places = set()
-    for match in error.finditer(text):
-        following = text[match.end() : match.end() + _MAX_CHARACTERS]
-        frames = _read_stack(following.splitlines()[1:], match["prefix"])
+    for frames in _read_stacks(text, f"Fatal Python error: {_ERRORS[signal]}"):
         own_frames = [frame for frame in frames if is_own_code(frame.path)]
         places.add(_format_place(own_frames, folder))
     return places.pop() if len(places) == 1 else ""
 
 
-def _read_stack(lines: Iterable[str], prefix: str) -> Iterator[Frame]:
-    """Yield the calls in the stack of the thread that crashed, the innermost call first.
+def _read_stacks(text: str, error: str) -> Iterator[list[Frame]]:
+    """Yield the call stacks of the threads that crashed, the innermost call of each stack first.
+
+    Each line of the log is read only once, because the log may contain thousands of fatal errors.
 
     Args:
-        lines: The lines of the log after the fatal error. Lines of other processes may be between
-            the lines of the stack.
-        prefix: Text that a launcher has added at the beginning of each line of the process.
+        text: The log. Lines of other processes may be between the lines of a stack.
+        error: Regular expression for the line with the fatal error.
     """
-    is_in_stack = False
-    for line in lines:
-        if not line.startswith(prefix):
+    is_error = re.compile(error).fullmatch
+    #: Mapping from the prefix of a crashed process to the calls that were read. The value is None
+    #: if the stack of the thread that crashed has not begun.
+    stacks: dict[str, list[Frame] | None] = {}
+    for line in _LINE_END.split(text):
+        match = _LINE.fullmatch(line.rstrip())
+        if match is None:
             continue
-        content = line.removeprefix(prefix)
-        if frame := read_frame(content):
-            if is_in_stack:
-                yield frame
-        elif _CRASHED_THREAD.match(content):
-            is_in_stack = True
-        elif is_in_stack and _END_OF_STACK.match(content):
-            return
+        prefix = match["prefix"].rstrip()
+        content = match["content"]
+        stack = stacks.get(prefix)
+        if prefix in stacks:
+            if frame := read_frame(content):
+                if stack is not None:
+                    stack.append(frame)
+            elif _CRASHED_THREAD.match(content):
+                stacks[prefix] = stack or []
+            elif stack is not None and _END_OF_STACK.match(content):
+                del stacks[prefix]
+                yield stack
+        if is_error(content):
+            stacks.setdefault(prefix, None)
+    for stack in stacks.values():
+        yield stack or []
 
 
 def _format_place(frames: Sequence[Frame], folder: Path | None) -> str:

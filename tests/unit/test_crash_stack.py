@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tasks.processes.attempt import make_failure
+from tasks.record import crash_stack
 from tasks.record.crash_stack import Frame, find_crash_place, is_own_code, read_frame
 from tasks.record.outcome import Exit, Failure
 
@@ -42,11 +43,16 @@ def add_prefix(text: str, prefix: str) -> str:
         # a terminal has changed the ends of the lines
         ((STACK + END).replace("\n", "\r\n"), "maybe (mytrain/faults.py:9)"),
         (add_prefix(STACK, "[rank0]: ").replace("\n", "\r\n"), "maybe (mytrain/faults.py:9)"),
+        (STACK.replace("\n", "\r\r\n") + END, "maybe (mytrain/faults.py:9)"),
         # two processes crashed at the same place
         (STACK + END + STACK, "maybe (mytrain/faults.py:9)"),
         # two processes crashed at different places
         (STACK + END + FATAL + CURRENT + OTHER, ""),
         (STACK + END + FATAL + CURRENT + LIBRARY, ""),
+        # the stack of one of two processes is missing
+        (FATAL + add_prefix(STACK, "[rank1]: "), ""),
+        # the lines of two processes are mixed
+        (FATAL + FATAL + CURRENT + OWN + END + CURRENT + OTHER, "maybe (mytrain/faults.py:9)"),
         # the thread that crashed executes no code of the user
         (FATAL + CURRENT + LIBRARY + f"\nThread 0x00007f (most recent call first):\n{OWN}", ""),
         (FATAL + CURRENT + f"  <no Python frame>\n\nThread 0x00007f (most recent):\n{OWN}", ""),
@@ -65,6 +71,24 @@ def test_innermost_line_of_the_users_code_is_found(text: str, place: str) -> Non
 
     assert found.startswith(place)
     assert bool(found) is bool(place)
+
+
+def test_each_line_of_a_log_with_many_incomplete_stacks_is_read_only_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read_lines = []
+
+    def read(line: str) -> Frame | None:
+        read_lines.append(line)
+        return read_frame(line)
+
+    monkeypatch.setattr(crash_stack, "read_frame", read)
+    text = 100 * (FATAL + OTHER) + CURRENT + OWN
+
+    place = find_crash_place(text, "SIGSEGV", FOLDER)
+
+    assert place == "maybe (mytrain/faults.py:9)"
+    assert len(read_lines) <= len(text.splitlines())
 
 
 def test_carriage_return_is_no_part_of_the_name_of_a_function() -> None:
