@@ -5,6 +5,7 @@ The command `muster init` uses this module.
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
@@ -708,7 +709,7 @@ class _SpecWriter:
             text: The key as the template contains it.
         """
         if self._subfolder:
-            path = f"{self._output_folder}/{self._subfolder}"
+            path = _name_checkpoints(f"{self._output_folder}/{self._subfolder}")
             text = text.replace('"${run.dir}/checkpoints"', json.dumps(path))
             option = self._used_options.get(Purpose.CHECKPOINTS)
             name = option.name if option else self._variables[Purpose.CHECKPOINTS]
@@ -719,7 +720,8 @@ class _SpecWriter:
         name = "own_folder" if folder.is_fixed else "vague_own_folder"
         comment = self._templates[name].replace("REASON", folder.reason)
         if folder.is_fixed:
-            text = text.replace('"${run.dir}/checkpoints"', _quote(folder.path))
+            path = _name_checkpoints(folder.path)
+            text = text.replace('"${run.dir}/checkpoints"', _quote(path))
         return _add_comment(text, comment)
 
     def _write_steps(self, text: str) -> str:
@@ -1067,6 +1069,15 @@ def _add_comment(text: str, comment: str) -> str:
     """Add a comment above the last line of a part of a run spec, and return the new text."""
     head, _, key = text.rstrip("\n").rpartition("\n")
     return f"{head}\n{comment.rstrip()}\n{key}\n"
+
+
+def _name_checkpoints(folder: str) -> str:
+    """Return the value of the key `checkpoints` for a folder.
+
+    If the name of the folder contains a character such as `[`, Muster would read the name as a
+    pattern of checkpoints. So the result is a pattern that matches the content of the folder.
+    """
+    return f"{glob.escape(folder)}/*" if glob.has_magic(folder) else folder
 
 
 def _quote(text: str) -> str:

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from cyclopts import App
 
+from tasks.record.checkpoint_folder import list_checkpoints
 from tasks.record.places import CALLERS_UMASK
 from tasks.show.arguments import run
 from tasks.spec.draft import draft_spec, read_hook
@@ -21,6 +22,7 @@ from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import load_spec
 from tasks.spec.run import RunSpec
 from tasks.train.deploying import init
+from tests.support.checkpoint_files import plain_torch
 
 INIT = App(name="init", default_command=init)
 VERL_YAML = "actor_rollout_ref:\n  model: {path: m}\ntrainer: {nnodes: 1}\n"
@@ -983,6 +985,30 @@ def test_constant_folder_in_which_the_script_saves_is_used_and_named_in_a_messag
     assert spec.processes["trainer"].checkpoints == checkpoints
     assert "CHECKPOINTS" not in spec.env
     assert f"saves its checkpoints in {checkpoints}, according to" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["[x]*", "runs/[a-z]", "all*/ckpts"])
+@pytest.mark.parametrize("parent", ["", f"{OUTPUT}/"])
+def test_name_with_characters_of_a_pattern_stands_only_for_the_folder_with_this_name(
+    tmp_path: Path, name: str, parent: str
+) -> None:
+    source = f'import torch\ntorch.save({{}}, f"{name}/step_{{step}}.pt")\n'
+    if parent:
+        option = 'import argparse\nparser.add_argument("--out", default="out")\n'
+        source = option + source.replace(name, f"{{args.out}}/{name}")
+    spec, _ = draft_script(tmp_path, source)
+    written = (spec.processes["trainer"].checkpoints or "").removeprefix(parent)
+    similar_folder = tmp_path / name.replace("[x]", "x").replace("[a-z]", "a").replace("*", "1")
+    similar_folder.mkdir(parents=True)
+    plain_torch(similar_folder, 20)
+
+    assert list_checkpoints(written, tmp_path, is_running=False).checkpoints == ()
+
+    (tmp_path / name).mkdir(parents=True)
+    checkpoint = plain_torch(tmp_path / name, 10)
+    listing = list_checkpoints(written, tmp_path, is_running=False)
+
+    assert [each.path for each in listing.checkpoints] == [checkpoint]
 
 
 @pytest.mark.parametrize(
