@@ -497,8 +497,8 @@ class _SpecWriter:
         self._config_metrics = self._find_config_path(Purpose.METRICS)
         #: Metrics file that the script itself writes, or None if unknown.
         self._written_metrics: WrittenMetrics | None = None
-        #: Path of the checkpoints relative to the output folder of the script. Empty if the script
-        #: saves its checkpoints directly in the output folder.
+        #: Text after the output folder of the script in the path of the checkpoints, such as
+        #: `/checkpoints` or `-x`. Empty if the script saves directly in the output folder.
         self._subfolder = ""
         if self._reader is not None:
             self._written_metrics = find_written_metrics(self._reader)
@@ -529,7 +529,7 @@ class _SpecWriter:
             if self._reader is not None and config.is_fixed:
                 key = config.key.rpartition(".")[2]
                 subfolder = find_subfolder(self._reader, key)
-                path = f"{path.rstrip('/')}/{subfolder}" if subfolder else path
+                path = f"{path.rstrip('/')}{subfolder}" if subfolder else path
             reason = f"because of the key {config.key} in {config.file}"
             return OwnFolder(path=path, is_fixed=config.is_fixed, reason=reason)
         path = find_constant_folder(self._reader) if self._reader is not None else ""
@@ -701,19 +701,21 @@ class _SpecWriter:
     def _write_checkpoints(self, text: str) -> str:
         """Return the key `checkpoints` of the run spec, with comments.
 
-        If the script saves its checkpoints in a subfolder of its output folder, the key names this
-        subfolder. If the script or its configuration file names the folder of the checkpoints, the
-        key names this folder, and a comment says how to give each run a folder of its own.
+        If the script saves its checkpoints in a subfolder of its output folder, or in a folder
+        beside the output folder, the key names this folder. If the script or its configuration file
+        names the folder of the checkpoints, the key names this folder, and a comment says how to
+        give each run a folder of its own.
 
         Args:
             text: The key as the template contains it.
         """
         if self._subfolder:
-            path = _name_checkpoints(f"{self._output_folder}/{self._subfolder}")
+            path = _name_checkpoints(f"{self._output_folder}{self._subfolder}")
             text = text.replace('"${run.dir}/checkpoints"', json.dumps(path))
             option = self._used_options.get(Purpose.CHECKPOINTS)
             name = option.name if option else self._variables[Purpose.CHECKPOINTS]
-            return _add_comment(text, self._templates["subfolder"].replace("OPTION", name))
+            comment = "subfolder" if self._subfolder.startswith("/") else "sibling_folder"
+            return _add_comment(text, self._templates[comment].replace("OPTION", name))
         folder = self.own_folder
         if folder is None:
             return text

@@ -36,7 +36,7 @@ _RESUME_ARGUMENTS = ("ckpt_path", "resume_from_checkpoint")
 
 
 def find_subfolder(reader: PathReader, option: str) -> str:
-    """Return the subfolder in which a Python script saves its checkpoints.
+    """Return the subfolder, or the folder beside an output folder, with a script's checkpoints.
 
     Args:
         reader: Reader of the script, and of the project's modules that the script imports.
@@ -44,9 +44,9 @@ def find_subfolder(reader: PathReader, option: str) -> str:
             `out` for `args.out`.
 
     Returns:
-        Path of the subfolder, relative to the output folder, such as `checkpoints`. Empty if the
-        script saves its checkpoints directly in the output folder, or if the subfolder is not
-        clear.
+        Text after the output folder in the path of the checkpoints' folder, such as `/checkpoints`
+        for a subfolder, or `-x` for `f"{args.out}-x"`. Empty if the script saves its checkpoints
+        directly in the output folder, or if the folder is not clear.
     """
     calls = [*_list_calls(reader, option)]
     of_libraries = set(_find_library_folders(reader, calls))
@@ -77,7 +77,8 @@ def find_saving_option(reader: PathReader) -> str:
         environment variable. Empty if the script saves checkpoints in several folders, or if
         the path of the folder does not begin with the value of an option or setting.
     """
-    options = {path.option for path in _list_saved_paths(reader)}
+    # A path such as `f"{args.out}.pt"` is no path in the folder `args.out`.
+    options = {path.option if path.parts else "" for path in _list_saved_paths(reader)}
     return options.pop() if len(options) == 1 else ""
 
 
@@ -118,7 +119,9 @@ def find_loading_options(reader: PathReader) -> frozenset[str]:
         if is_load and not _OTHER_LOAD.fullmatch(ast.unparse(call.func)):
             arguments += call.args[:1]
         paths = (reader.read(argument, scope) for argument in arguments)
-        loaded |= {path.option for path in paths if path.option and not path.parts}
+        loaded |= {
+            path.option for path in paths if path.option and not path.suffix and not path.parts
+        }
     return frozenset(loaded)
 
 
@@ -142,7 +145,10 @@ def _list_saved_paths(reader: PathReader) -> Iterator[ScriptPath]:
             arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
             saved = [reader.read(argument, scope) for argument in arguments]
             paths += [
-                path for path in saved if path.parts and not _OTHER_FILE.search(path.parts[-1])
+                path
+                for path in saved
+                if (path.suffix or path.parts)
+                and not _OTHER_FILE.search((path.suffix, *path.parts)[-1])
             ]
     # Leave out arguments that are no paths, such as `state` in `torch.save(state, path)`.
     paths = [path for path in paths if path.option or path.parts != ("?",)]
@@ -187,13 +193,19 @@ def _list_paths(reader: PathReader, option: str) -> Iterator[ScriptPath]:
 def _split_at_folder(path: ScriptPath) -> list[str]:
     """Split a path at the part that is the folder of the checkpoints.
 
-    The first item of the result is the path up to this folder. The other items are the parts of the
-    path after this folder. The first item is "" if no part has the name of such a folder.
+    The first item of the result is the path up to this folder, as `_join` returns it. The other
+    items are the parts of the path after this folder. The first item is "" if no part has the name
+    of such a folder.
     """
     for index, part in enumerate(path.fixed_parts, start=1):
         if _FOLDER.fullmatch(part):
-            return ["/".join(path.parts[:index]), *path.parts[index:]]
+            return [_join(path, path.parts[:index]), *path.parts[index:]]
     return [""]
+
+
+def _join(path: ScriptPath, parts: Sequence[str]) -> str:
+    """Return the first parts of a path as the text that follows the value of its option."""
+    return "".join((path.suffix, *(f"/{part}" for part in parts)))
 
 
 def _find_saved_folders(calls: Sequence[_PathCall]) -> Iterator[str]:
@@ -206,7 +218,7 @@ def _find_saved_folders(calls: Sequence[_PathCall]) -> Iterator[str]:
         path = call.path
         is_checkpoint = path.fixed_parts != path.parts and not _OTHER_FILE.search(path.parts[-1])
         if is_checkpoint and _SAVE.fullmatch(get_called_name(call.call)):
-            yield "/".join(path.fixed_parts)
+            yield _join(path, path.fixed_parts)
 
 
 def _find_library_folders(reader: PathReader, calls: Sequence[_PathCall]) -> Iterator[str]:
@@ -217,7 +229,7 @@ def _find_library_folders(reader: PathReader, calls: Sequence[_PathCall]) -> Ite
     for call in calls:
         is_folder = _is_library_folder(reader, get_called_name(call.call), call.argument)
         if is_folder and call.path.fixed_parts == call.path.parts:
-            yield "/".join(call.path.parts)
+            yield _join(call.path, call.path.parts)
 
 
 def _is_library_folder(reader: PathReader, called: str, argument: str) -> bool:

@@ -146,7 +146,7 @@ def _find_files(reader: PathReader) -> Iterator[WrittenMetrics]:
         path = reader.read(opened, scope)
         if not path.parts or not _METRICS_NAME.fullmatch(path.parts[-1]):
             continue
-        if path.option and path.fixed_parts == path.parts:
+        if path.option and not path.suffix and path.fixed_parts == path.parts:
             yield WrittenMetrics(name="/".join(path.parts), folder_attribute=path.option)
         else:
             yield WrittenMetrics(name=path.parts[-1])

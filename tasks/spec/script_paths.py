@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -22,8 +23,10 @@ _SAME_PATH_METHODS = ("absolute", "resolve", "as_posix")
 _MAX_DEPTH = 20
 #: Text in the place of a value that is unknown.
 _UNKNOWN = "?"
-#: Character before the name of an option's value, as in `$output_dir` for `args.output_dir`.
+#: Character before the name of an option's value, as in `${output_dir}` for `args.output_dir`.
 _OPTION = "$"
+#: Matches the first part of a path that begins with the value of an option.
+_OPTION_PART = re.compile(r"\$\{(?P<option>[^\W\d]\w*)\}(?P<suffix>[^?$]*)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +37,9 @@ class ScriptPath:
     #: options, such as `output_dir` for `args.output_dir / "a"`, the key of a setting, such as
     #: `out` for `cfg["out"]`, or an environment variable. Empty for another value.
     option: str
+    #: Text directly after this value, such as `-x` for `f"{args.output_dir}-x/a"`. Empty if the
+    #: value is the whole name of a folder or file.
+    suffix: str = ""
     #: Names of the folders and of the file after the beginning, such as `("a", "step-?")`. A
     #: question mark or a name with a dollar sign stands for a value that only the script knows.
     parts: tuple[str, ...]
@@ -145,9 +151,9 @@ class PathReader:
             # Put the slash of an absolute path before the first part. Otherwise the path would look
             # relative.
             parts = (f"/{parts[0]}", *parts[1:])
-        option = parts[0].removeprefix(_OPTION) if text.startswith(_OPTION) else ""
-        if option.isidentifier() and ".." not in parts:
-            return ScriptPath(option=option, parts=parts[1:])
+        match = _OPTION_PART.fullmatch(parts[0]) if text.startswith(_OPTION) else None
+        if match is not None and ".." not in parts:
+            return ScriptPath(option=match["option"], suffix=match["suffix"], parts=parts[1:])
         return ScriptPath(option="", parts=parts)
 
     def _collect(self, tree: ast.Module) -> None:
@@ -221,7 +227,7 @@ class PathReader:
             name
             for name, values in self._new_values.items()
             if any(
-                value is None or self._read_text(*value, _MAX_DEPTH) != f"{_OPTION}{name}"
+                value is None or self._read_text(*value, _MAX_DEPTH) != _write_option(name)
                 for value in values
             )
         )
@@ -241,8 +247,8 @@ class PathReader:
     def _read_text(self, node: ast.expr, scope: Scope, depth: int) -> str:
         """Return the text of a path.
 
-        In the text, `_UNKNOWN` stands for an unknown value. `_OPTION` and the name of an option
-        stand for the value of this option.
+        In the text, `_UNKNOWN` stands for an unknown value. The result of `_write_option` stands
+        for the value of an option.
 
         Args:
             node: Expression with the path, or with a part of the path.
@@ -267,12 +273,12 @@ class PathReader:
                     args=[ast.Constant(value=str(name)), *_],
                 )
             ):
-                return f"{_OPTION}{name}"
+                return _write_option(name)
             case ast.Attribute(attr=name):
                 variable = _name_variable(node)
                 if variable and scope.find(variable) is not None:
                     return self._read_variable(variable, scope, depth - 1)
-                return _UNKNOWN if name in self._changed_options else f"{_OPTION}{name}"
+                return _UNKNOWN if name in self._changed_options else _write_option(name)
             case ast.BinOp(left=left, op=ast.Div(), right=right):
                 return "/".join(read_all([left, right]))
             case ast.BinOp(left=left, op=ast.Add(), right=right):
@@ -322,12 +328,12 @@ class PathReader:
         """Return the text of the path that a parameter of a function contains.
 
         If no call of the function was found, the parameter may be an option, as in
-        `def main(output_dir)` with Click. Then the text is `$output_dir`. Arguments with an unknown
-        value are ignored, because the call may be a call of another function with the same name.
-        Example: `torch.save` and a function `save` of the script.
+        `def main(output_dir)` with Click. Then the text is `${output_dir}`. Arguments with an
+        unknown value are ignored, because the call may be a call of another function with the same
+        name. Example: `torch.save` and a function `save` of the script.
         """
         if not function.arguments[name]:
-            return f"{_OPTION}{name}"
+            return _write_option(name)
         key = function, f"argument {name}"
         if key not in self._texts:
             if key in self._active:
@@ -338,6 +344,11 @@ class PathReader:
             texts.discard(_UNKNOWN)
             self._texts[key] = texts.pop() if len(texts) == 1 else _UNKNOWN
         return self._texts[key]
+
+
+def _write_option(name: str) -> str:
+    """Return the text that stands for the value of an option in the text of a path."""
+    return f"{_OPTION}{{{name}}}"
 
 
 def _list_parameters(arguments: ast.arguments) -> tuple[str, ...]:

@@ -661,6 +661,7 @@ def test_number_of_steps_in_a_comment_does_not_count(tmp_path: Path) -> None:
         'open(logs / "metrics.jsonl", "a")',
         'open("metrics.jsonl", "a")',
         'open(choose_folder() / "metrics.jsonl", "a")',
+        'open(f"{args.output_dir}-x/metrics.jsonl", "a")',
     ],
 )
 def test_metrics_file_in_an_unknown_folder_is_named_in_a_comment(
@@ -780,9 +781,28 @@ def test_checkpoints_are_searched_in_the_subfolder_in_which_the_script_saves(
 
 
 @pytest.mark.parametrize(
+    ("statement", "addition"),
+    [
+        ('torch.save({}, f"{args.out}-x/step-{step}.pt")', "-x"),
+        ('torch.save({}, f"{args.out}_v2/step-{step}.pt")', "_v2"),
+        ('torch.save({}, os.path.join(args.out + ".run", "ckpt", f"{step}.pt"))', ".run/ckpt"),
+        ('TrainingArguments(output_dir=f"{args.out}-sft")', "-sft"),
+    ],
+)
+def test_checkpoints_are_searched_in_a_folder_whose_name_begins_with_an_option(
+    tmp_path: Path, statement: str, addition: str
+) -> None:
+    spec = load_with_saves(tmp_path, statement)
+
+    assert get_output_folders(spec) == (OUTPUT, f"{OUTPUT}{addition}")
+    assert spec.progress is not None and spec.progress.jsonl == f"{OUTPUT}/metrics.jsonl"
+
+
+@pytest.mark.parametrize(
     "statements",
     [
         ('torch.save({}, os.path.join(args.out, f"step-{step}.pt"))',),
+        ('torch.save({}, args.out + ".pt")',),
         ('torch.save({}, os.path.join(args.out, f"step-{step}", "model.pt"))',),
         ('torch.save({}, os.path.join(args.out, f"checkpoint-{step}"))',),
         ('torch.save({}, os.path.join(args.out, "checkpoint", "last.pt"))',),
@@ -936,6 +956,7 @@ SAVE
     [
         ('torch.save({}, f"{args.root}/step-{step}.pt")', SAVED, SAVED),
         ('torch.save({}, f"{args.root}/ckpts/{step}.pt")', f"{OUTPUT}/ckpts", OUTPUT),
+        ('torch.save({}, f"{args.root}-x/{step}.pt")', f"{OUTPUT}-x", OUTPUT),
         (
             'L.Trainer(callbacks=[ModelCheckpoint(dirpath=args.root + "/saved")])',
             f"{OUTPUT}/saved",
