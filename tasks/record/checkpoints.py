@@ -500,37 +500,51 @@ def list_output_folders(spec: RunSpec, root: Path) -> tuple[str, ...]:
         placeholders are left out. The same holds for a folder with files that the run needs: the
         working directory of a component, and a folder with a file that a command names.
     """
-    used = [*_list_used_paths(spec, root)]
+    places = (_find_place_in_project(path, root) for path in _list_used_paths(spec, root))
+    used = [place for place in places if place is not None]
     folders = []
     for component in spec.processes.values():
         written = component.checkpoints or ""
         if not written or is_url(written) or has_placeholders(written):
             continue
         path = Path(root, component.cwd or spec.cwd, find_fixed_folder(written))
-        path = Path(os.path.normpath(path))
-        folder = os.path.relpath(path, root)
-        is_used = any(each.is_relative_to(path) for each in used)
-        if not is_used and not folder.startswith(os.pardir):
-            folders.append(folder)
+        folder = _find_place_in_project(path, root)
+        if folder is not None and not any(each.is_relative_to(folder) for each in used):
+            folders.append(str(folder))
     return tuple(dict.fromkeys(folders))
 
 
+def _find_place_in_project(path: Path, root: Path) -> Path | None:
+    """Return the path of a file or folder relative to a project, or None if it is outside.
+
+    A path may lead into the project through a symbolic link outside the project. Symbolic links
+    inside the project are not resolved, because the project contains the links themselves.
+    """
+    path = Path(os.path.abspath(path))
+    real_root = os.path.realpath(root)
+    for parent in (*reversed(path.parents), path):
+        real_parent = Path(os.path.realpath(parent))
+        if real_parent.is_relative_to(real_root):
+            return real_parent.relative_to(real_root) / path.relative_to(parent)
+    return None
+
+
 def _list_used_paths(spec: RunSpec, root: Path) -> Iterator[Path]:
-    """Yield the paths of a project that the components of a run need.
+    """Yield the paths that the components of a run need in a project.
 
     These are the root of the project, the working directories of the components, and the existing
     files that are arguments of a command, such as `train.py` or `--config=a.yaml`.
     """
-    yield Path(os.path.normpath(root))
+    yield root
     for component in spec.processes.values():
         cwd = Path(root, component.cwd or spec.cwd)
-        yield Path(os.path.normpath(cwd))
+        yield cwd
         for word in component.command:
             for text in {word, word.partition("=")[2]}:
                 # An argument may be too long for a path, or contain a null character.
                 with suppress(OSError, ValueError):
                     if text and (cwd / text).is_file():
-                        yield Path(os.path.normpath(cwd / text))
+                        yield cwd / text
 
 
 def _why_foreign(checkpoint: Checkpoint, foreign: Mapping[str, str]) -> str:

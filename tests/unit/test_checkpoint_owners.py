@@ -124,6 +124,7 @@ def test_checkpoint_in_the_copy_of_the_project_is_never_used(
         ("lib", "./out/step-*", ("lib/out",)),
         ("lib", "../out", ("out",)),
         (".", "ROOT/out", ("out",)),
+        (".", "..out/step-*", ("..out",)),
         (".", "../out", ()),
         (".", ".", ()),
         (".", "/elsewhere/out", ()),
@@ -138,6 +139,36 @@ def test_folders_of_a_project_in_which_a_run_saves_checkpoints_are_listed(
     data = {"name": "x", "workload": "sft", "cwd": cwd, "components": {"trainer": trainer}}
 
     assert list_output_folders(RunSpec.model_validate(data), tmp_path) == folders
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "folders"),
+    [
+        ("other/project/out", ("out",)),
+        ("other/project/scratch", ("scratch",)),
+        ("other/project/scratch/out", ("scratch/out",)),
+        ("runs/out", ("data/runs/out",)),
+        ("project/scratch", ("scratch",)),
+        # The command names a file in this folder.
+        ("other/project/data", ()),
+        ("other/project", ()),
+        ("other/out", ()),
+    ],
+)
+def test_folder_of_checkpoints_is_found_in_the_project_through_symbolic_links(
+    tmp_path: Path, checkpoints: str, folders: tuple[str, ...]
+) -> None:
+    project = tmp_path / "project"
+    (project / "data/runs").mkdir(parents=True)
+    (project / "data/train.py").touch()
+    (tmp_path / "elsewhere").mkdir()
+    (project / "scratch").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "other").symlink_to(tmp_path)
+    (tmp_path / "runs").symlink_to(project / "data/runs")
+    trainer = {"command": ["python", "data/train.py"], "checkpoints": f"{tmp_path}/{checkpoints}"}
+    data = {"name": "x", "workload": "sft", "components": {"trainer": trainer}}
+
+    assert list_output_folders(RunSpec.model_validate(data), project) == folders
 
 
 @pytest.mark.parametrize(
