@@ -59,7 +59,7 @@ A = {"name": "a", "spec": spec()}
             pipeline(A, name="Two"),
             [
                 "name: must be text that matches the pattern ^[a-z][a-z0-9-]{0,31}$, found the "
-                "text 'Two'"
+                "text 'Two' (write `two`, for example)"
             ],
         ),
         (
