@@ -19,6 +19,9 @@ def test_death_of_a_server_appears_in_the_message_and_as_a_task_run(stack: UiSta
     # With these values, a killed server restarts only after 20 s. Meanwhile, the test can see in
     # the UI that the server is missing.
     spec["components"]["rollout"]["recovery"] |= {"backoff_s": 20, "max_backoff_s": 20}
+    # On a busy machine, the test may need some seconds to find and kill a server. With more steps,
+    # the run does not complete before that.
+    spec["progress"]["total"] = spec["success"]["step"] = 200
     run = stack.run(spec, deployment="train/quickstart-fleet")
     try:
         running = stack.until_state(run, "Running", saying="running:")
@@ -36,7 +39,7 @@ def test_death_of_a_server_appears_in_the_message_and_as_a_task_run(stack: UiSta
         assert "of 3" in degraded["state"]["message"]
         stack.until_state(run, "Completed")
         ui.open_run(run, "Artifacts")
-        ui.sees("step 60 of 60", "summary", "components")
+        ui.sees("step 200 of 200", "summary", "components")
     finally:
         stack.cancel(run)
 
