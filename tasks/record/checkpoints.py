@@ -492,7 +492,7 @@ def list_output_folders(spec: RunSpec, root: Path) -> tuple[str, ...]:
     """Return the folders of a project in which the components of a run save their checkpoints.
 
     Args:
-        spec: The run spec, in which placeholders may not be replaced yet.
+        spec: The run spec, with or without placeholders.
         root: Root folder of the project.
 
     Returns:

@@ -137,9 +137,11 @@ def _find_untracked_folders(root: Path, folders: Collection[str]) -> Set[str]:
 
 
 def _is_in_any(name: str, folders: Set[str]) -> bool:
-    """Return True if the relative path of a file is in one of several folders, or is one of them.
+    """Return True if the relative path of a file is in one of several folders.
 
-    The key `checkpoints` may also name a single file."""
+    If `folders` contains the path of the file itself, the result is True, too, because the key
+    `checkpoints` may also name a single file.
+    """
     return any(f"{name}/".startswith(f"{folder}/") for folder in folders)
 
 
@@ -263,8 +265,9 @@ def check_out(
         left_out = _find_untracked_folders(project, outputs)
         files = _files(project, left_out)
         for name in files.linked:
-            # Do not link files of a folder that is left out: the run would write through the link,
-            # and overwrite the checkpoint of another run. But link an ignored folder as a whole.
+            # Do not link single files of a folder that is left out: the run would write through
+            # the link, and overwrite the checkpoint of another run. If git ignores the folder
+            # itself, link the folder, because the user wants all runs to share it.
             is_output = name not in left_out and _is_in_any(name, left_out)
             if not is_output and not os.path.lexists(place / name):
                 _link(_path_in(folders, name), str(project / name))

@@ -114,9 +114,9 @@ _DEAD_LOADER = re.compile(
 #: local connection to a worker to receive a tensor.
 _LOADER_FRAME = re.compile(r"[/\\]torch[/\\]utils[/\\]data[/\\]dataloader\.py")
 _SHARER_FRAME = re.compile(r"[/\\]multiprocessing[/\\]resource_sharer\.py")
-#: Matches the exceptions of a process that has lost a local connection to another process. The
-#: report on the exception begins with "object" if a signal interrupted Python while it printed the
-#: traceback.
+#: Matches the exceptions of a process that has lost a local connection to another process. If a
+#: signal interrupted Python while it printed the traceback, Python prints the name of the exception
+#: after `object type name: ` instead.
 _LOST_LOCAL_PEER = re.compile(
     r"(?:object (?:type name|repr) *: )?"
     r"(?:ConnectionResetError|ConnectionRefusedError|EOFError|BrokenPipeError|FileNotFoundError)\b"
@@ -272,8 +272,8 @@ def find_dead_loader(
     report a lost connection.
 
     Args:
-        text: The end of the log, with the lines of the failed rank, without the reports of
-            launchers.
+        text: Only the lines of the failed rank at the end of the log. If the lines do not name
+            their rank, all lines except the reports of launchers.
         failure: The process that failed first according to the log and the kernel, or None if
             unknown. It may be the worker.
         first_death: The process that died first according to the kernel, or None if unknown.
@@ -315,7 +315,8 @@ def find_dead_loader(
         # that started the worker ended first, with an exception. Neither is the case here.
         return None
     if "`" in failure.name or (is_worker and failure.rank is None and not failure.child):
-        # The name is that of the worker's own process, or it is a long command line.
+        # `failure.name` does not name a parent: it is the name of the worker's own process, or a
+        # long command line.
         return loader
     return _make_child(loader, name=failure.name, rank=failure.rank, number=failure.number)
 
@@ -323,7 +324,7 @@ def find_dead_loader(
 def _make_child(
     loader: RankFailure, *, name: str, rank: int | None, number: int | None = None
 ) -> RankFailure:
-    """Return a copy of a data loader worker that names its parent.
+    """Return a copy of a description of a data loader worker, to which the parent is added.
 
     Args:
         loader: The worker.

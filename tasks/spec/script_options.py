@@ -54,8 +54,7 @@ _FIELD_PARSERS = ("tyro.cli", "simple_parsing.parse", "HfArgumentParser", "TrlPa
 _SEVERAL_VALUES = re.compile(r"(?i)\b(?:list|tuple|set|sequence|dict|mapping)\b")
 #: Meanings of options without a value.
 _FLAGS = (Purpose.AUTO_RESUME, Purpose.RESUME_FLAG)
-#: Meanings of paths. An environment variable has one of these meanings, because Muster sets the
-#: variable to a path.
+#: The meanings of options and variables whose values are paths.
 _PATHS = (Purpose.CHECKPOINTS, Purpose.RESUME_FROM, Purpose.METRICS)
 #: Matches the type of a number.
 _NUMBER_TYPE = re.compile(r"(?:\w+\.)?(?:Optional\[)?(?:int|float|INT|FLOAT)\b.*")
@@ -276,7 +275,7 @@ def _read_number(node: ast.expr | None) -> int | None:
 
 
 def _is_number(type_node: ast.expr | None, default: ast.expr | None) -> bool:
-    """Return True if the type or the default value of an option is that of a number."""
+    """Return True if the type or the default value shows that an option has a number as value."""
     if type_node is not None and _NUMBER_TYPE.fullmatch(ast.unparse(type_node)):
         return True
     return isinstance(default, ast.Constant) and type(default.value) in (int, float)

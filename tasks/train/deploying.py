@@ -168,9 +168,9 @@ def submit(
 ) -> int:
     """Queue a run of a spec on the Prefect server. The run starts when all its GPUs are free.
 
-    Exit: 0 queued; 2 the spec is invalid, or a file of the run is missing although the run can only
-    start on this machine. In these cases, nothing was queued. With --watch, the result of the run:
-    0 completed, 1 failed, 3 it can never fit, 130 cancelled.
+    Exit: 0 queued; 2 the spec is invalid, or the run can only start on this machine, which does not
+    have a file that the run needs. In these cases, nothing was queued. With --watch, the result of
+    the run: 0 completed, 1 failed, 3 no cluster is large enough for the run, 130 cancelled.
 
     Args:
         queue: The queue of the work pool: urgent, default or idle.
@@ -321,7 +321,7 @@ def queue_run(
 
     Raises:
         InvalidSpec: The run was not queued, because the server lacks a Prefect Secret block of the
-            spec, or because this machine lacks a file of the spec and has the only workers.
+            spec, or because all workers are on this machine, which lacks a file of the spec.
         MusterError: The run could not be queued.
     """
     found_deployment = require_deployment(client, deployment)

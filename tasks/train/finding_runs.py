@@ -170,9 +170,9 @@ def find_run(name: str) -> Run:
     Args:
         name: One of these texts: `latest`; the id of the run or of its flow run, or the first or
             last characters of such an id; the name in the spec; the name that a user gave to the
-            flow run in the Prefect UI; any part of a run id or name that only one run has. If
-            several runs have the same name in the spec, the name means the only run that has not
-            ended, or the newest run if all have ended.
+            flow run in the Prefect UI; any part of a run id or name that only one run has. The name
+            in the spec may belong to several runs. If exactly one of these runs has not ended, the
+            name means this run. If all of them have ended, the name means the newest run.
 
     Raises:
         BadArgument: No run matches the name, or several runs match.

@@ -76,7 +76,7 @@ def describe_missing_modules(spec: RunSpec, root: Path) -> Iterator[str]:
                 )
             yield (
                 f"{script.file.name} imports the {noun} {join_words(missing)}, but the Python "
-                f"environment of {name} does not have the {noun}. The environment is that of "
+                f"environment of {name} does not have the {noun}. This environment belongs to "
                 f"{python}. {advice}"
             )
 
@@ -127,7 +127,7 @@ def _find_missing(names: list[str], python: Path, folder: Path, cwd: Path, env: 
         return []
     literals = select_literals(env)
     if has_placeholders(literals.get("PYTHONPATH", "")):
-        # The folders are not known yet.
+        # The folders of PYTHONPATH are not known yet.
         return []
     variables = {**os.environ, **literals}
     folders = [str(folder.resolve()), variables.get("PYTHONPATH", "")]

@@ -150,8 +150,8 @@ def queue_matrix(
 
     Raises:
         CannotBegin: The server has no deployment for pipelines.
-        InvalidSpec: The server lacks a Prefect Secret block of the spec, or this machine lacks a
-            file of the spec and has the only workers.
+        InvalidSpec: The server lacks a Prefect Secret block of the spec, or all workers are on this
+            machine, which lacks a file of the spec.
     """
     deployment = require_deployment(client, PIPELINE_DEPLOYMENT)
     read_secrets(client, spec)

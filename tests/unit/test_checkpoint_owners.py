@@ -175,7 +175,7 @@ def test_folder_of_checkpoints_is_found_in_the_project_through_symbolic_links(
     ("cwd", "checkpoints"), [("lib", "."), ("lib", "step-*.pt"), (".", "lib"), (".", "lib/step-*")]
 )
 @pytest.mark.parametrize("argument", ["train.py", "--config=train.py"])
-def test_folder_of_checkpoints_with_the_script_of_the_run_is_part_of_the_project(
+def test_folder_with_checkpoints_and_the_script_of_the_run_is_part_of_the_project(
     tmp_path: Path, cwd: str, checkpoints: str, argument: str
 ) -> None:
     folder = tmp_path / "lib"

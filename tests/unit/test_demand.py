@@ -104,7 +104,7 @@ def test_reason_counts_the_nodes_that_are_large_enough(gpus: list[int], text: st
     ("gpus", "cluster_id", "expected"),
     [([0], "", True), ([0, 1], "", False), ([0], "ray-1", False)],
 )
-def test_machines_without_gpus_are_explained_with_the_variable_for_made_up_gpus(
+def test_reason_names_the_variable_for_made_up_gpus_if_no_machine_has_gpus(
     gpus: list[int], cluster_id: str, expected: bool
 ) -> None:
     nodes = tuple(ClusterNode(name=f"n{number}", gpus=count) for number, count in enumerate(gpus))

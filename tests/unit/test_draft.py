@@ -311,7 +311,7 @@ def test_file_name_that_is_no_utf8_is_ignored_or_refused(
     ],
 )
 @pytest.mark.filterwarnings("error")
-def test_options_of_a_script_with_unusual_text_are_read(tmp_path: Path, script: str) -> None:
+def test_options_are_read_from_a_script_whose_text_is_unusual(tmp_path: Path, script: str) -> None:
     spec = load_draft(project(tmp_path, {"train.py": script}))
 
     assert "--output-dir" in spec.processes["trainer"].command
@@ -415,7 +415,7 @@ def test_success_is_the_last_step_that_the_script_counts(
     ("step", "last_step"), [("it", 19), ("it + 1", 20), ("1 + it", 20), ("it + 2", 19)]
 )
 @pytest.mark.parametrize("content", ["{'iter': STEP, 'loss': 1.0}", "dict(iter=STEP, loss=1.0)"])
-def test_success_is_the_last_step_that_the_script_writes(
+def test_key_success_of_the_spec_names_the_last_step_that_the_script_writes(
     tmp_path: Path, content: str, step: str, last_step: int
 ) -> None:
     source = (
@@ -441,7 +441,7 @@ def test_success_is_the_last_step_that_the_script_writes(
         ("if step and step % 10 == 0: log(step)", False),
     ],
 )
-def test_success_is_a_comment_if_the_script_writes_only_some_steps(
+def test_key_success_is_written_as_a_comment_if_the_script_writes_only_some_steps(
     tmp_path: Path, statements: str, is_certain: bool
 ) -> None:
     source = (
@@ -851,7 +851,7 @@ def draft_script(tmp_path: Path, source: str, **files: str) -> tuple[RunSpec, st
         ('f"s3://bucket/ckpts/step-{step}.pt"', SAVED),
     ],
 )
-def test_folder_outside_the_project_is_written_as_muster_reads_it(
+def test_constant_folder_outside_the_project_is_named_correctly_in_the_spec(
     tmp_path: Path, path: str, checkpoints: str
 ) -> None:
     source = (

@@ -163,7 +163,7 @@ def test_unique_part_of_name_or_id_finds_the_run(muster_home: Path, name: str, r
         (("running", "queued"), None),
     ],
 )
-def test_name_of_several_runs_means_the_only_active_run_or_the_newest_run(
+def test_name_of_several_runs_means_the_active_run_or_else_the_newest_run(
     records: Path, states: tuple[str, str], expected_run: str | None
 ) -> None:
     for run_id, state in zip((FAILED, LIVE), states, strict=True):

@@ -597,7 +597,7 @@ def test_error_that_a_process_of_spawn_raised_stays_the_cause() -> None:
     assert failure.message.endswith("ValueError: bad batch")
 
 
-#: Death of a process of a training without ranks: one of two workers of its data loader.
+#: Death of one of two workers of a data loader. The training has no ranks.
 ONE_OF_TWO_LOADERS = RankFailure(name="worker process 1 of 2", number=0, pid=17, exit_code=-9)
 LOADER_KILLED = "RuntimeError: DataLoader worker (pid 17) is killed by signal: Killed. "
 #: Failure of rank 1: a worker process of its data loader was killed.
@@ -687,7 +687,7 @@ def test_worker_of_a_data_loader_is_named_with_its_exit_code(
 def lost_loader(error: str, prefix: str = "") -> str:
     """Return the traceback of a process that lost a worker of its data loader.
 
-    The frames are those of PyTorch 2.13, without the lines in which they have nothing to say.
+    The frames are a selection of the frames that PyTorch 2.13 prints.
     """
     lines = [
         "Traceback (most recent call last):",
@@ -711,7 +711,7 @@ LOST_LOADER_ERRORS = [
     "EOFError",
     "FileNotFoundError: [Errno 2] No such file or directory",
 ]
-#: Death of a worker of the data loader in a component that is the only process of a training.
+#: Death of the only worker of a data loader. The training has no ranks.
 ONLY_LOADER_DEATH = RankFailure(name="process `python t.py`", pid=17, exit_code=-9)
 
 
@@ -737,7 +737,7 @@ ONLY_LOADER_DEATH = RankFailure(name="process `python t.py`", pid=17, exit_code=
             None,
             "a data loader worker of rank 1 failed first",
         ),
-        # another rank died at the same time, so the death of the worker is unknown
+        # the kernel reports the death of another rank, but not that of the worker
         (
             "[rank1]: ",
             LOST_PEER + table(entry(1, 1, 7), STOPPED),
@@ -758,7 +758,7 @@ ONLY_LOADER_DEATH = RankFailure(name="process `python t.py`", pid=17, exit_code=
         "unseen-one-process",
     ],
 )
-def test_worker_of_a_data_loader_to_which_the_connection_was_lost_is_named(
+def test_data_loader_worker_is_named_if_its_parent_lost_the_connection_to_it(
     error: str, prefix: str, end: str, first_death: RankFailure | None, message: str
 ) -> None:
     failure = fail(STEPS + lost_loader(error, prefix) + end, first_death=first_death)
@@ -774,7 +774,7 @@ def test_worker_of_a_data_loader_to_which_the_connection_was_lost_is_named(
 
 
 @pytest.mark.parametrize("error", LOST_LOADER_ERRORS)
-def test_worker_of_a_data_loader_to_which_the_thread_that_pins_memory_lost_the_connection(
+def test_data_loader_worker_is_named_if_the_thread_that_pins_memory_lost_it(
     error: str,
 ) -> None:
     name = error.partition(":")[0]
@@ -836,7 +836,7 @@ def test_lost_connection_outside_the_data_loader_stays_a_network_fault() -> None
     assert failure.kind == "NETWORK"
 
 
-def test_error_after_a_lost_worker_of_a_data_loader_stays_the_cause() -> None:
+def test_later_error_is_the_cause_although_a_data_loader_worker_was_lost_before() -> None:
     text = lost_loader("EOFError") + traceback_of("ValueError: bad batch")
 
     assert fail(STEPS + text).kind == "USER_ERROR"

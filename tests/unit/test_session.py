@@ -53,7 +53,7 @@ def test_directory_of_another_flow_run_is_rejected_and_unchanged(muster_home: Pa
 def test_copy_of_the_project_has_the_folder_of_the_checkpoints(
     tmp_path: Path, muster_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The script may write into the folder without creating it, as in the project itself.
+    # The script may write into the folder without creating it, because the project has the folder.
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(PROJECT, "")
     project = tmp_path / "project"

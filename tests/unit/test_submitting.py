@@ -177,7 +177,7 @@ def test_missing_file_is_no_fault_if_the_deployment_starts_runs_in_another_pool(
         deploying.queue_run(server, load_spec(spec), spec.parents[1])  # type: ignore[arg-type]
 
 
-def test_program_that_only_the_path_of_the_worker_may_contain_is_no_fault(
+def test_program_without_a_folder_is_no_fault_because_the_worker_may_have_another_path(
     server: SubmitServer, spec: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.workers = [host_name()]
