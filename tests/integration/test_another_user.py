@@ -38,6 +38,8 @@ print("training", flush=True)
 while not os.path.exists(sys.argv[2]):
     time.sleep(0.05)
 """
+#: Names of the files and folders that `TRAINER` writes.
+OUTPUTS = ("checkpoints", "step-1", "metrics.jsonl")
 
 pytestmark = [
     pytest.mark.slow,
@@ -179,5 +181,9 @@ def test_another_user_can_neither_read_a_run_nor_use_its_server(home: Path) -> N
     # Ignore the files of Prefect's web pages. Prefect copies the original modes of these files, but
     # other users cannot enter the folder that contains the files.
     pages = {path for folder in home.glob("cache/prefect-ui-*/*") for path in folder.rglob("*")}
-    private = {home, *home.rglob("*")} - pages
+    # The trainer writes its files with the umask of the user. Other users cannot enter the folder
+    # of the run, so they cannot read these files either.
+    of_trainer = {path for path in home.rglob("*") if path.name in OUTPUTS}
+    private = {home, *home.rglob("*")} - pages - of_trainer
+    assert len(of_trainer) == len(OUTPUTS)
     assert [str(path) for path in private if path.stat().st_mode & 0o077] == []
