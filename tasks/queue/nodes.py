@@ -106,10 +106,12 @@ _BACKGROUND_INTERVAL_S = 1.0
 #: because a GPU may have failed.
 _DEVICES_LIFETIME_S = 60.0
 
-#: Message if a run without a Ray cluster waits, but no work pool lists nodes.
+#: Reason why a run without a Ray cluster cannot start if no work pool lists nodes.
+NO_NODES = "the work pool lists no nodes, and the spec names no Ray cluster (ray.address)"
+#: The same reason, with advice. Only a process on the machine of a worker may use this message.
 NO_TABLE = (
-    "the work pool lists no nodes, and the spec names no Ray cluster (ray.address). To add the "
-    f"machine of this worker with N GPUs: `muster queue set node.{host_name()}=N`"
+    f"{NO_NODES}. To add the machine of this worker with N GPUs: `muster queue set "
+    f"node.{host_name()}=N`"
 )
 
 

@@ -16,7 +16,7 @@ from tasks.processes.identity import host_name
 from tasks.queue.command import connected
 from tasks.queue.grants import SchedulerProcess
 from tasks.queue.ledger import LedgerReader
-from tasks.queue.nodes import Capacity, explain_infeasible
+from tasks.queue.nodes import NO_NODES, NO_TABLE, Capacity, explain_infeasible
 from tasks.queue.packing import Demand
 from tasks.queue.scheduling_pass import QueueReader
 from tasks.ray.usage import Cluster
@@ -42,6 +42,8 @@ from tasks.train.pipeline_check import check_pipeline, find_unfit_evaluations
 #: Longest time in seconds that `muster submit` waits for information about the clusters of the
 #: queue.
 _CHECK_WITHIN_S = 10.0
+#: Name of the nodes that the settings of work pools list.
+_NODES_OF_QUEUE = "nodes of the queue"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,11 +240,16 @@ async def _check_clusters(spec: RunSpec, gang: Gang) -> list[Fit]:
             continue
         fits.append(_check_cluster(address, cluster, _make_demand(gang)))
     for address, error in sorted(scheduling_pass.cluster_errors.items()):
-        if bool(address) is (spec.ray is not None):
-            fits.append(Fit(cluster=address or "nodes of the queue", fits=None, reason=error))
+        if bool(address) is (spec.ray is not None) and error != NO_TABLE:
+            fits.append(Fit(cluster=address or _NODES_OF_QUEUE, fits=None, reason=error))
+    error_of_queue = scheduling_pass.cluster_errors.get("", NO_TABLE)
+    if spec.ray is None and "" not in scheduling_pass.clusters and error_of_queue == NO_TABLE:
+        # `NO_TABLE` names this machine, which may not be the machine of a worker.
+        reason = f"{NO_NODES}. To add a machine with N GPUs: `muster queue set node.HOST=N`"
+        fits.append(Fit(cluster=_NODES_OF_QUEUE, fits=False, reason=reason))
     return fits
 
 
 def _check_cluster(address: str, cluster: Cluster, demand: Demand) -> Fit:
     reason = explain_infeasible(demand, cluster)
-    return Fit(cluster=address or "nodes of the queue", fits=not reason, reason=reason)
+    return Fit(cluster=address or _NODES_OF_QUEUE, fits=not reason, reason=reason)

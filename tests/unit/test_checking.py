@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import json
 import sys
-from contextlib import nullcontext
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,8 @@ from prefect.client.schemas.objects import WorkerStatus
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks.processes.identity import host_name
+from tasks.queue.nodes import NO_TABLE
+from tasks.ray.usage import Cluster, ClusterNode
 from tasks.show.arguments import run
 from tasks.spec.run import RunSpec
 from tasks.train import checking
@@ -160,6 +163,44 @@ def test_run_that_fits_on_no_cluster_has_a_reason(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(checking, "_check_clusters", lambda *_, fits=fits: answer(fits))
         assert explain_misfit(run_spec) == reason
     assert explain_misfit(RunSpec.model_validate(SPEC)) == ""
+
+
+@pytest.mark.parametrize(
+    ("clusters", "errors", "reason"),
+    [
+        # no run waits for the nodes of the queue, so the nodes were not read
+        ({}, {}, "the work pool lists no nodes"),
+        ({"http://ray": Cluster(nodes=())}, {}, "the work pool lists no nodes"),
+        ({}, {"": NO_TABLE}, "the work pool lists no nodes"),
+        ({}, {"": "the GPU driver does not answer"}, ""),
+        ({"": Cluster(nodes=(ClusterNode(name="n1", gpus=8, cpus=None),))}, {}, ""),
+    ],
+)
+def test_run_that_needs_gpus_does_not_fit_if_the_pool_lists_no_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+    clusters: dict[str, Cluster],
+    errors: dict[str, str],
+    reason: str,
+) -> None:
+    class Reader:
+        def __init__(self, *_arguments: object) -> None:
+            pass
+
+        async def run_pass(self) -> SimpleNamespace:
+            return SimpleNamespace(clusters=clusters, cluster_errors=errors)
+
+    @asynccontextmanager
+    async def connect() -> AsyncIterator[None]:
+        yield None
+
+    monkeypatch.setattr(checking, "QueueReader", Reader)
+    monkeypatch.setattr(checking, "LedgerReader", lambda _client: None)
+    monkeypatch.setattr(checking, "connected", connect)
+
+    explained = explain_misfit(RunSpec.model_validate({**SPEC, "gang": {"gpus_per_node": 1}}))
+
+    assert explained.startswith(reason) and bool(explained) is bool(reason)
+    assert ("muster queue set node.HOST=N" in explained) is bool(reason)
 
 
 def test_invalid_spec_is_refused(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
