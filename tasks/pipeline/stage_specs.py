@@ -87,7 +87,7 @@ def add_code(client: SyncPrefectClient | None, pipeline: PipelineSpec, root: Pat
         InvalidSpec, NoCode, OSError: The code cannot be stored, or the named code is not available.
     """
     written = pipeline.written()
-    #: Mapping from the folders that are left out of the stored code to the name of this code.
+    #: Stored copies of the code. Key: folders that the copy leaves out. Value: name of the copy.
     codes: dict[tuple[str, ...], str] = {}
     parts = [stage if is_step(stage) else stage.get("spec") for stage in written["stages"]]
     for spec in filter(None, parts):

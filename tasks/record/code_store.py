@@ -137,10 +137,10 @@ def _find_untracked_folders(root: Path, folders: Collection[str]) -> Set[str]:
 
 
 def _is_in_any(name: str, folders: Set[str]) -> bool:
-    """Return True if the relative path of a file is in one of several folders.
+    """Return True if a file is in one of several folders.
 
-    If `folders` contains the path of the file itself, the result is True, too, because the key
-    `checkpoints` may also name a single file.
+    All paths are relative to the project folder. `folders` may also contain the path of the file
+    itself, because the key `checkpoints` may name a single file. Then the result is True, too.
     """
     return any(f"{name}/".startswith(f"{folder}/") for folder in folders)
 

@@ -347,7 +347,7 @@ def is_report_of_dead_loader(line: str) -> bool:
 
 
 def _ends_with_lost_loader(text: str) -> bool:
-    """Return True if the last traceback shows a lost connection to a data loader worker."""
+    """Return True if a lost connection to a data loader worker caused the last traceback."""
     traceback, error = _read_last_traceback(text)
     # If a signal interrupted Python while it printed the traceback, the exception is missing.
     if error is not None and not is_loss_of_local_peer(error):
@@ -360,7 +360,7 @@ def _ends_with_lost_loader(text: str) -> bool:
 def _read_last_traceback(text: str) -> tuple[list[str], str | None]:
     """Return the lines after the beginning of the last traceback, and the line of its exception.
 
-    The numbers of the ranks at the beginning of the lines are removed. The list is empty if there
+    Marks such as `[rank1]: ` at the beginning of the lines are removed. The list is empty if there
     is no traceback. The exception is None if the traceback is incomplete.
     """
     lines = [_RANK_PREFIX.sub("", line).removeprefix(": ") for line in text.splitlines()]

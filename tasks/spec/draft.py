@@ -56,8 +56,8 @@ HOOK_NAME = "muster_metrics.py"
 _HOOK = Path(__file__).with_name("muster_metrics.txt")
 #: Number of bytes that are read at the beginning of each possible main file of a training.
 _READ_BYTES = 65_536
-#: Same as `_READ_BYTES`, but for Python files. Half of a Python file is often no valid Python, so
-#: nearly all Python files must be read as a whole.
+#: Same as `_READ_BYTES`, but for Python files. This limit is higher, because a Python file that is
+#: cut off is often not valid Python.
 _READ_PYTHON_BYTES = 1 << 19
 #: Matches paths that are ignored, such as hidden files, installed packages and outputs of
 #: trainings.
@@ -497,8 +497,9 @@ class _SpecWriter:
         self._config_metrics = self._find_config_path(Purpose.METRICS)
         #: Metrics file that the script itself writes, or None if unknown.
         self._written_metrics: WrittenMetrics | None = None
-        #: Text after the output folder of the script in the path of the checkpoints, such as
-        #: `/checkpoints` or `-x`. Empty if the script saves directly in the output folder.
+        #: Part of the checkpoints' path that follows the output folder of the script. Example: if
+        #: the output folder is `out`, this is `/checkpoints` for checkpoints in `out/checkpoints`,
+        #: and `-x` for checkpoints in `out-x`. Empty for checkpoints directly in the output folder.
         self._subfolder = ""
         if self._reader is not None:
             self._written_metrics = find_written_metrics(self._reader)

@@ -275,7 +275,7 @@ def _read_number(node: ast.expr | None) -> int | None:
 
 
 def _is_number(type_node: ast.expr | None, default: ast.expr | None) -> bool:
-    """Return True if the type or the default value shows that an option has a number as value."""
+    """Return True if the value of an option is a number, according to its type or default."""
     if type_node is not None and _NUMBER_TYPE.fullmatch(ast.unparse(type_node)):
         return True
     return isinstance(default, ast.Constant) and type(default.value) in (int, float)

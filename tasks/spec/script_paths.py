@@ -33,9 +33,13 @@ _OPTION_PART = re.compile(r"\$\{(?P<option>[^\W\d]\w*)\}(?P<suffix>[^?$]*)")
 class ScriptPath:
     """A path that a script builds."""
 
-    #: Name of the value with which the path begins. The value is an attribute of the parsed
-    #: options, such as `output_dir` for `args.output_dir / "a"`, the key of a setting, such as
-    #: `out` for `cfg["out"]`, or an environment variable. Empty for another value.
+    #: Name of the value with which the path begins. There are three kinds of names:
+    #:
+    #: - an attribute of the parsed options, such as `output_dir` for `args.output_dir / "a"`
+    #: - the key of a setting, such as `out` for `cfg["out"]`
+    #: - the name of an environment variable
+    #:
+    #: Empty if the path begins with another value.
     option: str
     #: Text directly after this value, such as `-x` for `f"{args.output_dir}-x/a"`. Empty if the
     #: value is the whole name of a folder or file.
@@ -120,8 +124,8 @@ class PathReader:
         #: Variables whose values are being read. This prevents an endless recursion for an
         #: assignment such as `x = Path(x)`.
         self._active: set[tuple[Scope, str]] = set()
-        #: Values that the source texts assign to attributes such as `args.out`, by the name of the
-        #: attribute. Each value has its scope. None stands for an unknown value.
+        #: Mapping from the name of an attribute, such as `out` for `args.out`, to the values that
+        #: the source texts assign to it. Each value has its scope, or is None if it is unknown.
         self._new_values: dict[str, list[tuple[ast.expr, Scope] | None]] = {}
         #: Names of the options to which the source texts assign another path.
         self._changed_options: frozenset[str] = frozenset()
@@ -293,7 +297,7 @@ class PathReader:
                 )
                 | ast.Call(func=ast.Attribute(value=path, attr="expanduser"), args=[])
             ):
-                # A run spec may not contain `~`, so replace it by the home directory.
+                # Muster does not expand `~` in a run spec, so write the path of the home directory.
                 return os.path.expanduser(read_all([path])[0])
             case ast.Call(func=ast.Attribute(value=path, attr="joinpath"), args=parts):
                 return "/".join(read_all([path, *parts]))

@@ -46,8 +46,8 @@ def parse_source(source: str) -> ast.Module | None:
     """
     try:
         with warnings.catch_warnings():
-            # Python may warn about the script, for example about "\\d" in a text. Users must not
-            # see this warning in the output of Muster.
+            # Python may print a warning about the script, for example about an invalid escape
+            # sequence. Do not show this warning in the output of Muster.
             warnings.simplefilter("ignore")
             # Some editors write a byte order mark at the beginning of a file.
             return ast.parse(source.removeprefix("\ufeff"))

@@ -42,7 +42,7 @@ from tasks.train.pipeline_check import check_pipeline, find_unfit_evaluations
 #: Longest time in seconds that `muster submit` waits for information about the clusters of the
 #: queue.
 _CHECK_WITHIN_S = 10.0
-#: Name of the nodes that the settings of work pools list.
+#: Name that the output uses for the nodes in the settings of the work pools.
 _NODES_OF_QUEUE = "nodes of the queue"
 
 

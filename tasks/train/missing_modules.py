@@ -37,7 +37,7 @@ print(*[name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
 """
 #: Matches code that changes the folders in which Python searches for modules.
 _CHANGES_PATH = re.compile(r"\bsys\.path\b|\bfrom sys import\b[^\n]*\bpath\b|\baddsitedir\b")
-#: Longest time, in seconds, that `_PROGRAM` may run.
+#: Time limit of `_PROGRAM` in seconds.
 _WITHIN_S = 10.0
 
 

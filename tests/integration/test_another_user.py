@@ -181,8 +181,8 @@ def test_another_user_can_neither_read_a_run_nor_use_its_server(home: Path) -> N
     # Ignore the files of Prefect's web pages. Prefect copies the original modes of these files, but
     # other users cannot enter the folder that contains the files.
     pages = {path for folder in home.glob("cache/prefect-ui-*/*") for path in folder.rglob("*")}
-    # The trainer writes its files with the umask of the user. Other users cannot enter the folder
-    # of the run, so they cannot read these files either.
+    # The user's umask decides who may read the trainer's files. But other users cannot enter the
+    # folder of the run, so they cannot read these files in any case.
     of_trainer = {path for path in home.rglob("*") if path.name in OUTPUTS}
     private = {home, *home.rglob("*")} - pages - of_trainer
     assert len(of_trainer) == len(OUTPUTS)

@@ -35,7 +35,7 @@ class SubmitServer:
             parameter_openapi_schema={"required": ["spec"], "properties": {"spec": {}}},
         )
         self._has_any = has_any
-        #: Names of the live workers of the work pool.
+        #: Names of the work pool's workers that are online.
         self.workers: list[str] = []
         self.api_url = "http://a/api"
         #: Mapping from the name of a Secret block to its value.

@@ -49,7 +49,7 @@ def add_prefix(text: str, prefix: str) -> str:
         # two processes crashed at different places
         (STACK + END + FATAL + CURRENT + OTHER, ""),
         (STACK + END + FATAL + CURRENT + LIBRARY, ""),
-        # the stack of one of two processes is missing
+        # two processes crashed, but only one of them printed its call stack
         (FATAL + add_prefix(STACK, "[rank1]: "), ""),
         # the lines of two processes are mixed
         (FATAL + FATAL + CURRENT + OWN + END + CURRENT + OTHER, "maybe (mytrain/faults.py:9)"),

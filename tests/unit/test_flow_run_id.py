@@ -1,4 +1,4 @@
-"""Tests of the flow run that a flow process executes: its id, and the errors in its log."""
+"""Tests of how a flow process reads the id of its flow run, and of the errors that it logs."""
 
 from __future__ import annotations
 
